@@ -31,7 +31,8 @@ from ring_attn.values.host import on_host
 # Stands for "no row" under a minimum: larger than any row.
 NO_ROW = torch.iinfo(torch.int32).max
 
-# An index of (P, P) tables: slices of ranks, tensors of ranks, or `...`.
+# An index of (P, P) tables: slices of ranks, tensors of ranks, or `...`. Any: torch's indices have
+# a private type.
 Pairs = Any
 
 # Pairs computed at a time: with all intermediate results they fit into a CPU core's cache, and are

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
-from typing import Any, assert_never, cast
+from typing import assert_never, cast
 
 import torch
 from torch import Tensor
 
 from ring_attn import profiling
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import Backend, BackwardInputs
+from ring_attn.backends.base import Backend, BackwardInputs, StepState
 from ring_attn.call import DecodeCall
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
@@ -102,7 +102,7 @@ class Run:
         self.device = next(iter(tensors.values())).device
         self.queued = streams.are_used(self.device)
         self._pool = transport.pool(self.device)
-        self._state: Any = None
+        self._state: StepState = None
         self._heads: slice | None = None  # heads of the state
         # Buffers in use, by name; of a cleared buffer without memory, its message.
         self._blocks: dict[str, Block | Message] = {}

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) ->
     _check_length(costs.numel(), layout)
     own = [costs[layout.position_ids(rank)].tolist() for rank in range(layout.world_size)]
     # fsum rounds once, so the order of the rows makes no difference.
-    total: Callable[[list[Any]], float] = math.fsum if costs.is_floating_point() else sum
+    total: Callable[[list[float]], float] = math.fsum if costs.is_floating_point() else sum
     return Balance(tuple(map(total, own)), layout.shard_lens)
 
 

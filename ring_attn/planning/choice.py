@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from operator import add
-from typing import Any
 
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import Layouts, SequenceLayout
@@ -170,7 +169,7 @@ class Candidate:
         """Predicted seconds of both directions; infinite without a prediction."""
         return float("inf") if self.prediction is None else self.prediction.total.seconds
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {
             "name": self.name,
             "full_name": self.full_name,
@@ -291,7 +290,7 @@ class Choice:
                 groups.setdefault(why, []).append(f"{c.full_name} ({c.layout_name})")
         return [f"{why}: {', '.join(names)}" for why, names in groups.items()]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         problem = self.problem
         return {
             "world_size": problem.world_size,

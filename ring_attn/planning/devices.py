@@ -177,6 +177,7 @@ def load_cluster(path: Path | str) -> Cluster:
     """
     try:
         content = json.loads(regular_file(path).read_text(encoding="utf-8"))["cluster"]
+        # Any: JSON has no types. Wrong ones raise the errors below.
         device: dict[str, Any] = {
             name: Rate(**value) if value and name.endswith("ward") else value
             for name, value in content["device"].items()

@@ -200,7 +200,7 @@ class _LinearAttention:
     kernel: Callable[..., tuple[Tensor, Tensor]]
     tensors: Mapping[str, Tensor]
     float32: bool
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of a kernel of another package
 
     def run(self, piece: Piece, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the outputs and the end state of a piece."""

@@ -4,6 +4,8 @@ gloo    one connection between each two ranks, for all channels and subgroups: a
         only a message with its own tag
 NCCL    a communicator for each channel of each subgroup: messages have no tags, and those on one
         communicator go one after another
+
+`Any` in this module: torch's classes of gloo and NCCL have no types.
 """
 
 from __future__ import annotations
