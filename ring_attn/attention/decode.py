@@ -49,7 +49,7 @@ def attend(
         checks.check_layout("k", layout, rows, None, rank, world_size)
         if mask is not None:
             checks.check_given_mask(mask, seqlen_q, layout.seqlen)
-    decode_call, agreement = _planned(
+    decode_call, agreement = planned_call(
         spec, options, several=False, seqlen_q=seqlen_q, mask=mask, layout=layout
     )
     if layout is None and (mask is not None or not _hides_nothing(options, seqlen_q)):
@@ -97,7 +97,7 @@ def attend_sequences(
         lengths = tuple(cache_seqlens.tolist())
         decode_checks.check_lengths(sequences, lengths, layout, block_table, k.size(0))
     spec = AttentionSpec.of(q, k, v, options.softcap, sinks)
-    decode_call, agreement = _planned(
+    decode_call, agreement = planned_call(
         spec,
         options,
         several=True,
@@ -116,7 +116,7 @@ def attend_sequences(
 
 # Cached: all layers use the same values for a token, and some of them are slow to hash.
 @cached_by_gpu(maxsize=64)
-def _planned(
+def planned_call(
     spec: AttentionSpec, options: Options, *, several: bool, **values: Hashable
 ) -> tuple[DecodeCall, Agreement]:
     """Return the call, and its facts that must be equal on all ranks.

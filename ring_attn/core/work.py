@@ -111,14 +111,15 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
 
 
 @on_host()
-def _table(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
+def compute_pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
+    """Return the work of all pairs of ranks, without a cache; see `pair_work`."""
     return _work_between(
         _SegmentTable.of(layout_q), _SegmentTable.of(layout_kv, by_position=True), mask
     )
 
 
-_small_table = lru_cache(maxsize=32)(_table)
-_large_table = lru_cache(maxsize=4)(_table)
+_small_table = lru_cache(maxsize=32)(compute_pair_work)
+_large_table = lru_cache(maxsize=4)(compute_pair_work)
 
 
 def _work_between(q: _SegmentTable, kv: _SegmentTable, mask: Mask) -> PairWork:

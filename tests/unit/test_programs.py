@@ -20,7 +20,7 @@ from ring_attn.core.sizes import SHARE_OF_DQ, flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import NO_TILES, Grid, Side
-from ring_attn.machines.check import _add_work, check
+from ring_attn.machines.check import add_work, check
 from ring_attn.machines.count import bytes_sent
 from ring_attn.machines.time import simulate
 from ring_attn.planning.balance import by_area
@@ -138,7 +138,7 @@ def assert_all_is_timed(calls: list[Call], *, backward: bool) -> None:
     expected = []
     for call in calls:
         passes: Counter[str] = Counter()
-        _add_work(program_of(call, backward=backward), spec, passes)
+        add_work(program_of(call, backward=backward), spec, passes)
         pairs = sum(share * passes[name] for name, share in shares.items())
         expected.append(flops(1, spec, backward=backward) / spec.nheads * pairs)
     assert [rank.compute for rank in found.ranks] == pytest.approx(expected)

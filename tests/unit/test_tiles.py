@@ -75,7 +75,7 @@ def test_everything_is_as_in_the_dense_mask(data: st.DataObject) -> None:
 
 def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> None:
     with mock.patch.object(module, "CHUNK", chunk):
-        work = module._table(*layouts, mask)
+        work = module.compute_pair_work(*layouts, mask)
         with mock.patch.object(module, "SMALL", 0):
             totals = module.totals.__wrapped__(*layouts, mask)
         in_table = module.totals.__wrapped__(*layouts, mask)
