@@ -232,6 +232,13 @@ def check_rounded(name: str, got: Tensor, oracle: Tensor, noisy: Sequence[Tensor
     Raises:
         ValueError: shapes differ, or there is no noisy run.
         TypeError: dtypes of `got` and `noisy` differ.
+
+    Example:
+        >>> import torch
+        >>> x = torch.rand(100)
+        >>> noisy = noisy_runs(lambda: x.exp().sum())
+        >>> check_rounded("sum", x.exp().sum(), x.double().exp().sum(), noisy).ok
+        True
     """
     if len(noisy) == 0:
         raise ValueError(f"{name} needs results of noisy runs, got none: call noisy_runs")
