@@ -105,9 +105,14 @@ def test_flops_count_each_headdim() -> None:
     ],
 )
 def test_vectors(
-    given: tuple[int, ...], local_len: int, start: int, end: int, saving: float, steps: int,
+    given: tuple[int, ...],
+    local_len: int,
+    start: int,
+    end: int,
+    saving: float,
+    steps: int,
     nbytes: int,
-) -> None:  # fmt: skip
+) -> None:
     rank, world_size, seqlen, hidden_size, nheads = given
     layout, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen)
     (segment,) = layout.segments(rank)

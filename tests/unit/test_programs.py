@@ -57,9 +57,12 @@ def strategies(world_size: int) -> list[Strategy]:
 
 
 def spec_of(
-    nheads: int = 4, nheads_kv: int = 2, dtype: torch.dtype = torch.float32,
-    headdim: int = 8, headdim_v: int = 12,
-) -> AttentionSpec:  # fmt: skip
+    nheads: int = 4,
+    nheads_kv: int = 2,
+    dtype: torch.dtype = torch.float32,
+    headdim: int = 8,
+    headdim_v: int = 12,
+) -> AttentionSpec:
     return AttentionSpec("cpu", dtype, 1, nheads, nheads_kv, headdim, headdim_v)
 
 
