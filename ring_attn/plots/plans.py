@@ -92,7 +92,7 @@ def _strategies_height(choice: Choice) -> float:
 
 
 def simulated(choice: Choice) -> list[Candidate]:
-    """Return the candidates with a prediction: of each label the fastest, in the choice's order."""
+    """Return the candidates with a prediction: the fastest of each name, in the choice's order."""
     fastest: dict[str, Candidate] = {}
     for candidate in choice.candidates:
         if candidate.prediction is not None:

@@ -47,9 +47,9 @@ def plan(**options: Any) -> Choice:
     return explain(**{**usual, **options})
 
 
-def found(choice: Choice, label: str, layout: str | None = None) -> Candidate:
+def found(choice: Choice, name: str, layout: str | None = None) -> Candidate:
     return next(
-        c for c in choice.candidates if c.full_name == label and layout in (None, c.layout_name)
+        c for c in choice.candidates if c.full_name == name and layout in (None, c.layout_name)
     )
 
 
@@ -59,7 +59,7 @@ def found(choice: Choice, label: str, layout: str | None = None) -> Candidate:
 SLOW_BETWEEN_NODES = cluster(node_size=4, between=2e9, inside=1e12)
 CONTIGUOUS, ZIGZAG = {"layout": "contiguous"}, {"layout": "zigzag"}
 
-# The options to choose from, and the best: its label, its layout, and why it is better.
+# The options to choose from, and the best: its name, its layout, and why it is better.
 OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "equal work": (
         {"strategies": ["ring"]},
