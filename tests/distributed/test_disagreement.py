@@ -68,8 +68,8 @@ def check(strategy: str, odd_rank: int, names: Iterable[str]) -> None:
                 run = partial(do, group, HAPPENED[name][odd], **how)
         reported = everyone(ended(run))
         dist.destroy_process_group(group)
-        asked = strategy == "auto" or "rows" in name
-        if asked and all(one.error is ValueError for one in reported):
+        planned = strategy == "auto" or "rows" in name
+        if planned and all(one.error is ValueError for one in reported):
             continue  # the ranks raised before they sent anything
         assert all(one.error is RuntimeError for one in reported), (strategy, name, reported)
         # On a busy machine ranks may not even meet in time, which also raises on all of them;

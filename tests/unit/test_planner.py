@@ -353,11 +353,11 @@ def test_a_few_rows_are_planned_after_little_work(seqlen: int) -> None:
 
 
 def test_recurrent_layers_have_a_line_and_auto_takes_no_striped_shards() -> None:
-    asked: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
+    problem: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
              "causal": True, "cu_seqlens": [0, 20, 64], "recurrent": 48,
              "cluster": cpu_cluster(2)}  # fmt: skip
-    choice = explain(**asked, layout="contiguous")
+    choice = explain(**problem, layout="contiguous")
     # Rank 0 sends the map of its only run.
     line = f"each recurrent layer: a rank sends at most {3 * 48} B forward, by gather in 1 rounds"
     assert choice.traffic == [line] and line in str(choice)
-    assert "striped" not in {c.layout_name for c in explain(**asked).candidates}
+    assert "striped" not in {c.layout_name for c in explain(**problem).candidates}
