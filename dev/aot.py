@@ -149,34 +149,62 @@ WITHOUT_PRODUCTS = Limits(products=None)
 KERNELS = {
     "fwd": (
         Limits(),
-        ("full", "full first last", "causal", "window ragged", "causal first last",
-         "causal last softcap sinks"),
+        (
+            "full",
+            "full first last",
+            "causal",
+            "window ragged",
+            "causal first last",
+            "causal last softcap sinks",
+        ),
     ),
     "hopper_fwd": (
         Limits(warp_specialize=True, exposed=0),
-        ("full", "full first last", "causal first", "causal", "causal last softcap sinks",
-         "causal first last", "shifted first last", "window ragged"),
+        (
+            "full",
+            "full first last",
+            "causal first",
+            "causal",
+            "causal last softcap sinks",
+            "causal first last",
+            "shifted first last",
+            "window ragged",
+        ),
     ),
     # The index of the thread, before warps are specialised; twice per task.
     "blackwell_fwd": (
         Limits(warp_specialize=True, spilled=12, around=2),
-        ("full", "full first last", "causal first", "causal", "causal last softcap sinks",
-         "causal first last", "window ragged"),
+        (
+            "full",
+            "full first last",
+            "causal first",
+            "causal",
+            "causal last softcap sinks",
+            "causal first last",
+            "window ragged",
+        ),
     ),
     "hopper_bwd": (GLUON_BWD, ("full", "causal", "window ragged")),
     "turns_bwd": (TURNS_BWD, ("full", "causal", "window ragged")),
     "blackwell_bwd": (BLACKWELL_BWD, ("full", "causal", "window ragged")),
     "dkdv": (
         Limits(),
-        ("full", "causal", "window ragged", "causal softcap", "full few", "causal few",
-         "window ragged few"),
+        (
+            "full",
+            "causal",
+            "window ragged",
+            "causal softcap",
+            "full few",
+            "causal few",
+            "window ragged few",
+        ),
     ),
     "dq": (Limits(), ("full", "causal", "window ragged", "causal softcap")),
     "delta": (WITHOUT_PRODUCTS, ("full",)),
     "decode": (Limits(products="any"), ("full", "full paged", "full paged softcap")),
     "merge": (WITHOUT_PRODUCTS, ("full",)),
     "merge_tree": (WITHOUT_PRODUCTS, ("full sinks",)),
-}  # fmt: skip
+}
 VARIANTS = tuple(
     Variant(kernel, band, **dict.fromkeys(options, True))
     for kernel, (_, variants_of) in KERNELS.items()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ring_attn.call import Call
-from ring_attn.core.messages import room_of
+from ring_attn.core.messages import largest_nbytes
 from ring_attn.core.program import (
     Array,
     Attend,
@@ -72,7 +72,7 @@ class _Shards:
     def steps(self) -> Iterator[tuple[int, list[Op], tuple[Operand, ...]]]:
         """Yield each distance, the ops that receive a shard from there, and its K and V."""
         yield 0, [Step("own", 0)], (View("k"), View("v"))
-        send, room = Buffer("own shard", room_of(*self.shards)), room_of(*self.shards)
+        send, room = Buffer("own shard", largest_nbytes(*self.shards)), largest_nbytes(*self.shards)
         copies = (Copy(0, View("k", self.rows)), Copy(1, View("v", self.rows)))
         for by in range(1, self.call.world_size):
             recv = Buffer(f"shard {by}", room)
@@ -111,7 +111,7 @@ class _Shards:
                 yield base.differentiate("kv", tiles, kv, own, own=True)
                 continue
             # dK and dV of the received shard: summed in cleared memory, then sent to its rank.
-            sums, home = (Buffer(f"{x} {by}", room_of(*self.sums)) for x in ("sums", "home"))
+            sums, home = (Buffer(f"{x} {by}", largest_nbytes(*self.sums)) for x in ("sums", "home"))
             yield Clear(sums, self.sums[by])
             yield base.differentiate("kv", tiles, kv, (Entry(sums, 0), Entry(sums, 1)), own=False)
             yield Post(

@@ -207,9 +207,15 @@ def flash_dkdv_kernel(
             q_head = q_heads + offset_of(of_group, stride_qh, UNIT)
             q = load_block(q_head, start, run, stride_qm, HEAD_DIM, BLOCK_D, BLOCK_M, RAGGED)
             dout = load_block(
-                dout_heads + offset_of(of_group, stride_dh, UNIT), start, run, stride_dm,
-                HEAD_DIM_V, BLOCK_DV, BLOCK_M, RAGGED,
-            )  # fmt: skip
+                dout_heads + offset_of(of_group, stride_dh, UNIT),
+                start,
+                run,
+                stride_dm,
+                HEAD_DIM_V,
+                BLOCK_DV,
+                BLOCK_M,
+                RAGGED,
+            )
             proxy_fence()
             kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
             minus_lse = load_stats(minus_lse_heads + stats, cols, run, RAGGED)

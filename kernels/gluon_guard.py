@@ -16,10 +16,16 @@ from types import ModuleType
 KERNELS = {
     "sm_90": ("hopper_blocks", "hopper_tasks", "hopper_add", "hopper_fwd", "hopper_bwd"),
     "sm_100": (
-        "hopper_blocks", "hopper_tasks", "hopper_add", "hopper_fwd", "hopper_bwd",
-        "blackwell_blocks", "blackwell_fwd", "blackwell_bwd",
+        "hopper_blocks",
+        "hopper_tasks",
+        "hopper_add",
+        "hopper_fwd",
+        "hopper_bwd",
+        "blackwell_blocks",
+        "blackwell_fwd",
+        "blackwell_bwd",
     ),
-}  # fmt: skip
+}
 
 
 @cache

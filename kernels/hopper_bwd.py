@@ -171,9 +171,16 @@ def load_visits(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.const
             coord = [batch, start, head, 0]
             stage = await_empty(q, use)
             q_uses = fill_rows(
-                q_desc, coord, q.buffers.index(stage), q.full.index(stage),
-                shared.landed.index(1), start, run, q_uses, RAGGED,
-            )  # fmt: skip
+                q_desc,
+                coord,
+                q.buffers.index(stage),
+                q.full.index(stage),
+                shared.landed.index(1),
+                start,
+                run,
+                q_uses,
+                RAGGED,
+            )
             statistic = (batch * nheads + head) * num_rows
             minus_lse = _load_statistics(minus_lse_ptr + statistic, start, run, BLOCK_M)
             # +inf (a row that sees no key) would turn the mask's -inf into NaN.
@@ -186,9 +193,16 @@ def load_visits(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.const
             if dout.empty is not None:
                 stage = await_empty(dout, use)
             dout_uses = fill_rows(
-                dout_desc, coord, dout.buffers.index(stage), dout.full.index(stage),
-                shared.landed.index(2), start, run, dout_uses, RAGGED,
-            )  # fmt: skip
+                dout_desc,
+                coord,
+                dout.buffers.index(stage),
+                dout.full.index(stage),
+                shared.landed.index(2),
+                start,
+                run,
+                dout_uses,
+                RAGGED,
+            )
             use += 1
 
 

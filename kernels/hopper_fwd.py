@@ -154,9 +154,16 @@ def produce(shared, tasks, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                     parity ^= 1
                 stage = await_empty(shared.v, use)
                 uses_landed = fill_rows(
-                    v_desc, coord, shared.v.buffers.index(stage), shared.v.full.index(stage),
-                    shared.landed.index(0), start, run, uses_landed, RAGGED,
-                )  # fmt: skip
+                    v_desc,
+                    coord,
+                    shared.v.buffers.index(stage),
+                    shared.v.full.index(stage),
+                    shared.landed.index(0),
+                    start,
+                    run,
+                    uses_landed,
+                    RAGGED,
+                )
                 use += 1
         drawn_parity ^= 1
         task = draw_task(tasks)

@@ -65,13 +65,27 @@ def _state(
         has_upper = i + half < tl.cdiv(num_sets, 1 << below)
         if LEVEL <= UNROLLED:
             acc, m, l = _state(
-                out_ptr, lse_ptr, out_stride, lse_stride, num_sets, i,
-                below, HEAD_DIM_V, BLOCK_DV,
-            )  # fmt: skip
+                out_ptr,
+                lse_ptr,
+                out_stride,
+                lse_stride,
+                num_sets,
+                i,
+                below,
+                HEAD_DIM_V,
+                BLOCK_DV,
+            )
             acc_upper, m_upper, l_upper = _state(
-                out_ptr, lse_ptr, out_stride, lse_stride, num_sets,
-                tl.where(has_upper, i + half, num_sets), below, HEAD_DIM_V, BLOCK_DV,
-            )  # fmt: skip
+                out_ptr,
+                lse_ptr,
+                out_stride,
+                lse_stride,
+                num_sets,
+                tl.where(has_upper, i + half, num_sets),
+                below,
+                HEAD_DIM_V,
+                BLOCK_DV,
+            )
             acc, m, l = _merged(acc, m, l, acc_upper, m_upper, l_upper)
         else:
             acc = tl.zeros((BLOCK_DV,), tl.float32)
@@ -79,9 +93,16 @@ def _state(
             l = 0.0
             for upper in range(0, tl.where(has_upper, 2, 1)):
                 acc_part, m_part, l_part = _state(
-                    out_ptr, lse_ptr, out_stride, lse_stride, num_sets, i + upper * half,
-                    below, HEAD_DIM_V, BLOCK_DV,
-                )  # fmt: skip
+                    out_ptr,
+                    lse_ptr,
+                    out_stride,
+                    lse_stride,
+                    num_sets,
+                    i + upper * half,
+                    below,
+                    HEAD_DIM_V,
+                    BLOCK_DV,
+                )
                 acc, m, l = _merged(acc, m, l, acc_part, m_part, l_part)
         return acc, m, l
 
@@ -112,9 +133,16 @@ def merge_tree_kernel(
     dims = tl.arange(0, BLOCK_DV)
 
     acc, m, l = _state(
-        out_ptr + first, lse_ptr + statistic, out_stride, lse_stride, num_sets,
-        tl.zeros((), tl.int32), LEVELS, HEAD_DIM_V, BLOCK_DV,
-    )  # fmt: skip
+        out_ptr + first,
+        lse_ptr + statistic,
+        out_stride,
+        lse_stride,
+        num_sets,
+        tl.zeros((), tl.int32),
+        LEVELS,
+        HEAD_DIM_V,
+        BLOCK_DV,
+    )
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         acc, m, l = _merged(acc, m, l, tl.zeros_like(acc), sink, 1.0)

@@ -24,5 +24,9 @@ def proxy_fence():
     if _has_wgmma():
         tl.inline_asm_elementwise(
             "fence.proxy.async.shared::cta; mov.b32 $0, 0;",
-            "=r", [], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r",
+            [],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )

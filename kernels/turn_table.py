@@ -37,9 +37,14 @@ def load_visited(runs_ptr, run):
     """(col_start, col_stop, lo, hi, row_start, row_stop, first_piece) of a run."""
     row = runs_ptr + 8 * run
     return (
-        tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4),
-        tl.load(row + 5), tl.load(row + 6),
-    )  # fmt: skip
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
+        tl.load(row + 6),
+    )
 
 
 @triton.jit

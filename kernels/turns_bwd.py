@@ -58,8 +58,12 @@ def _await_turn(turn, before, WARPS: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{ .reg .pred early; poll: ld.global.gpu.acquire.b32 $0, [$1]; "
             "setp.lt.s32 early, $0, $2; @early bra poll; mov.b32 $0, 0; }",
-            "=r,l,r", [turn.to(tl.int64), before * WARPS], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l,r",
+            [turn.to(tl.int64), before * WARPS],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -72,8 +76,12 @@ def _pass_turn(turn, runs, WARPS: tl.constexpr):
             "{ .reg .pred lead; .reg .b32 lane; bar.warp.sync 0xffffffff; mov.u32 lane, %tid.x; "
             "and.b32 lane, lane, 31; setp.eq.b32 lead, lane, 0; "
             "@lead atom.global.gpu.release.add.u32 $0, [$1], $2; }",
-            "=r,l,r", [turn.to(tl.int64), runs], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l,r",
+            [turn.to(tl.int64), runs],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -85,14 +93,21 @@ def _add(ptrs, x, inside, MASKED: tl.constexpr):
         tl.inline_asm_elementwise(
             "{ .reg .pred inside; setp.ne.b32 inside, $3, 0; "
             "@inside atom.global.gpu.relaxed.add.f32 $0, [$1], $2; }",
-            "=f,l,f,r", [ptrs.to(tl.int64), x, inside.to(tl.int32)], tl.float32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+            "=f,l,f,r",
+            [ptrs.to(tl.int64), x, inside.to(tl.int32)],
+            tl.float32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         tl.inline_asm_elementwise(
             "atom.global.gpu.relaxed.add.f32 $0, [$1], $2;",
-            "=f,l,f", [ptrs.to(tl.int64), x], tl.float32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=f,l,f",
+            [ptrs.to(tl.int64), x],
+            tl.float32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit(do_not_specialize=["num_blocks", "heads_together"])

@@ -29,7 +29,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning.agreement import agreed_strategy
-from ring_attn.torch_private import group_by_name
 from ring_attn.transport import capture, groups
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.groups import Group
@@ -271,7 +270,7 @@ def _with_strategy(
     options: Options,
 ) -> Options:
     """Return the options with the strategy that the ranks agree on."""
-    group = group_by_name(options.group)
+    group = groups.group_named(options.group)
     rows = (q.size(1), k.size(1))
     layouts, mask = layouts_and_mask(
         options,

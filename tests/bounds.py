@@ -20,16 +20,12 @@ from ring_attn.testing import (
     check_all,
     check_rounded,
     dense_gradients,
-    masks,
     noisy_runs,
     plain_gradients,
     poisoned_empty,
 )
 
 T = TypeVar("T")
-
-# The masks of the table, and a window in which whole blocks are visible.
-MASKS = masks(97) | {"wide window": Mask(97, 97, window_size=(60, 40))}
 
 
 def whole(mask: Mask) -> tuple[Tile, ...]:

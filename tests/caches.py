@@ -76,9 +76,12 @@ def decoded(
 
 
 def assert_exact(
-    got: tuple[Tensor, Tensor], whole: Inputs, lengths: tuple[int, ...], window: tuple[int, int],
+    got: tuple[Tensor, Tensor],
+    whole: Inputs,
+    lengths: tuple[int, ...],
+    window: tuple[int, int],
     **scores: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Checks each sequence against float64."""
     out, lse = got
     for i, length in enumerate(lengths):

@@ -23,9 +23,17 @@ def dense_forward(
 
 
 def dense_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-    seen: Tensor, softcap: float = 0.0, into: tuple[Tensor, ...] = (),
-) -> list[Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    seen: Tensor,
+    softcap: float = 0.0,
+    into: tuple[Tensor, ...] = (),
+) -> list[Tensor]:
     dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
     delta = (dout * out).sum(-1).transpose(1, 2)
     grads = textbook_backward(q, k, v, dout, lse, delta, seen, scale, softcap)
@@ -89,9 +97,18 @@ class FlashAttn2:
 
     @staticmethod
     def _flash_attn_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-        alibi_slopes, return_softmax,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    ):
         # The package makes the headdim contiguous itself.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         require_kernel_shapes(q, k, v)
@@ -101,9 +118,25 @@ class FlashAttn2:
 
     @staticmethod
     def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ):
         dout, q, k, v, out = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (dout, q, k, v, out)
         )
@@ -122,14 +155,41 @@ class FlashAttn3:
 
     @staticmethod
     def fwd(
-        q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None,
-        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-        max_seqlen_k=None, page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None,
-        rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None,
-        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
-        attention_chunk=0, softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None,
-        num_splits=0, pack_gqa=None, sm_margin=0,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        k_new=None,
+        v_new=None,
+        q_v=None,
+        out=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        cu_seqlens_k_new=None,
+        seqused_q=None,
+        seqused_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        page_table=None,
+        kv_batch_idx=None,
+        leftpad_k=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        seqlens_rotary=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        softmax_scale=None,
+        is_causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        attention_chunk=0,
+        softcap=0.0,
+        is_rotary_interleaved=False,
+        scheduler_metadata=None,
+        num_splits=0,
+        pack_gqa=None,
+        sm_margin=0,
+    ):
         require_kernel_shapes(q, k, v)
         assert (out, cu_seqlens_q, is_causal, num_splits) == (None, None, False, 1)
         seen = flash_3_visible(q.size(1), k.size(1), window_size_left, window_size_right)
@@ -137,11 +197,29 @@ class FlashAttn3:
 
     @staticmethod
     def bwd(
-        dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None,
-        cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
-        softcap=0.0, deterministic=False, sm_margin=0,
-    ):  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq=None,
+        dk=None,
+        dv=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        seqused_q=None,
+        seqused_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        softmax_scale=None,
+        is_causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        deterministic=False,
+        sm_margin=0,
+    ):
         require_kernel_shapes(dout, q, k, v, out, dq, dk, dv)
         assert (cu_seqlens_q, is_causal, deterministic) == (None, False, True)
         seen = flash_3_visible(q.size(1), k.size(1), window_size_left, window_size_right)
@@ -155,9 +233,20 @@ class FlashAttn4:
 
     @staticmethod
     def _flash_attn_fwd(
-        q, k, v, *, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
-        window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        *,
+        softmax_scale=None,
+        causal=False,
+        softcap=None,
+        window_size_left=None,
+        window_size_right=None,
+        num_splits=1,
+        return_lse=False,
+        out=None,
+        lse=None,
+    ):
         require_kernel_shapes(q, k, v)
         assert (causal, num_splits, return_lse, out, lse) == (False, 1, True, None, None)
         seen = flash_4_visible(q.size(1), k.size(1), window_size_left, window_size_right)
@@ -166,10 +255,23 @@ class FlashAttn4:
 
     @staticmethod
     def _flash_attn_bwd(
-        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-        window_size_left=None, window_size_right=None, *, deterministic=False, dq=None, dk=None,
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=None,
+        causal=False,
+        softcap=0.0,
+        window_size_left=None,
+        window_size_right=None,
+        *,
+        deterministic=False,
+        dq=None,
+        dk=None,
         dv=None,
-    ):  # fmt: skip
+    ):
         require_kernel_shapes(dout, q, k, v, out, dq, dk, dv)
         assert (causal, deterministic) == (False, True)
         seen = flash_4_visible(q.size(1), k.size(1), window_size_left, window_size_right)
@@ -185,9 +287,22 @@ class TorchOnCuda:
         self.called: set[str] = set()
 
     def _flash_attention_forward(
-        self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        return_debug_mask, *, scale, window_size_left, window_size_right,
-    ):  # fmt: skip
+        self,
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        *,
+        scale,
+        window_size_left,
+        window_size_right,
+    ):
         self.called.add("flash")
         require_kernel_shapes(query, key, value)
         assert (cum_seq_q, cum_seq_k) == (None, None)
@@ -197,9 +312,26 @@ class TorchOnCuda:
         return *dense_forward(query, key, value, scale, seen), UNUSED, UNUSED, UNUSED
 
     def _flash_attention_backward(
-        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
-        dropout_p, is_causal, rng_state, unused, *, scale, window_size_left, window_size_right,
-    ):  # fmt: skip
+        self,
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        rng_state,
+        unused,
+        *,
+        scale,
+        window_size_left,
+        window_size_right,
+    ):
         self.called.add("flash backward")
         require_kernel_shapes(grad_out, query, key, value, out)
         assert logsumexp.is_contiguous()
@@ -208,9 +340,18 @@ class TorchOnCuda:
         return tuple(dense_backward(grad_out, query, key, value, out, logsumexp, scale, seen))
 
     def _scaled_dot_product_cudnn_attention(
-        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
-        return_debug_mask=False, *, scale,
-    ):  # fmt: skip
+        self,
+        query,
+        key,
+        value,
+        attn_bias,
+        compute_log_sumexp,
+        dropout_p=0.0,
+        is_causal=False,
+        return_debug_mask=False,
+        *,
+        scale,
+    ):
         self.called.add("cudnn")
         require_kernel_shapes(query, key, value)
         assert (attn_bias, compute_log_sumexp) == (None, True)
@@ -220,9 +361,25 @@ class TorchOnCuda:
         return out.transpose(1, 2), lse.unsqueeze(-1), *7 * [None]
 
     def _scaled_dot_product_cudnn_attention_backward(
-        self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
-        cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale,
-    ):  # fmt: skip
+        self,
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        philox_seed,
+        philox_offset,
+        attn_bias,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        *,
+        scale,
+    ):
         self.called.add("cudnn backward")
         require_kernel_shapes(grad_out, query, key, value, out)
         assert logsumexp.shape == (*query.shape[:3], 1)

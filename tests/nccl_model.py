@@ -75,7 +75,7 @@ class Line:
         self.launches: list[Launch] = []
         self.now: Moment = {}  # to which the compute stream has been made to wait so far
         self._turns: Counter[Hashable] = Counter()
-        # Last uses of the free message buffers, by the buffers' room.
+        # Last uses of the free message buffers, by the buffers' sizes.
         self._free: dict[int, deque[Uses]] = defaultdict(deque)
 
     def launch(
@@ -137,14 +137,14 @@ class Line:
     def _take(self, buffer: Buffer, held: dict[str, Uses]) -> Uses:
         """As in `transport.buffers.Pool`: takes the buffer that has been free longest."""
         if buffer.name not in held:
-            free = self._free[buffer.room]
+            free = self._free[buffer.nbytes]
             held[buffer.name] = free.popleft() if free else Uses(self.now)
         return held[buffer.name]
 
     def _give(self, buffers: Iterable[Buffer], held: dict[str, Uses]) -> None:
         for buffer in buffers:
             if buffer.name in held:  # otherwise no memory was taken
-                self._free[buffer.room].append(held.pop(buffer.name))
+                self._free[buffer.nbytes].append(held.pop(buffer.name))
 
 
 class Uses:

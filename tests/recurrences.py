@@ -30,9 +30,15 @@ WIDTH = 4
 
 
 def step_by_step(
-    q: Tensor, k: Tensor, v: Tensor, *, decay: Tensor, beta: Tensor,
-    initial_state: Tensor | None = None, output_final_state: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor]:
     """A delta rule with a decay of each channel of the keys: Kimi's, and others as its cases."""
     batch, _, heads, headdim = k.shape
     state = initial_state

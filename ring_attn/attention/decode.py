@@ -1,4 +1,4 @@
-"""Calls of `tree_decode`, attention to a sharded KV cache, and the rank of the next token."""
+"""Calls of `tree_decode`, attention to a sharded KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ring_attn.checks import attention as checks
 from ring_attn.checks import decoding as decode_checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.strategies.tree_decode import decode_tiles
@@ -26,7 +25,6 @@ from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.identity import debug_enabled
-from ring_attn.values.checks import as_int, check_type
 
 
 @capture.a_call
@@ -51,7 +49,7 @@ def attend(
         checks.check_layout("k", layout, rows, None, rank, world_size)
         if mask is not None:
             checks.check_given_mask(mask, seqlen_q, layout.seqlen)
-    decode_call, agreement = _planned(
+    decode_call, agreement = planned_call(
         spec, options, several=False, seqlen_q=seqlen_q, mask=mask, layout=layout
     )
     if layout is None and (mask is not None or not _hides_nothing(options, seqlen_q)):
@@ -99,7 +97,7 @@ def attend_sequences(
         lengths = tuple(cache_seqlens.tolist())
         decode_checks.check_lengths(sequences, lengths, layout, block_table, k.size(0))
     spec = AttentionSpec.of(q, k, v, options.softcap, sinks)
-    decode_call, agreement = _planned(
+    decode_call, agreement = planned_call(
         spec,
         options,
         several=True,
@@ -118,7 +116,7 @@ def attend_sequences(
 
 # Cached: all layers use the same values for a token, and some of them are slow to hash.
 @cached_by_gpu(maxsize=64)
-def _planned(
+def planned_call(
     spec: AttentionSpec, options: Options, *, several: bool, **values: Hashable
 ) -> tuple[DecodeCall, Agreement]:
     """Return the call, and its facts that must be equal on all ranks.
@@ -138,42 +136,6 @@ def _planned(
         "transport": options.transport,
     }
     return call, Agreement(facts)
-
-
-def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
-    """Return the rank that should store the next token of a cache.
-
-    This is the rank with the fewest rows, but the rank with the newest token continues until its
-    run has a multiple of `block` tokens. So ranks that started with equally many rows differ by at
-    most `block` rows, and n tokens take n / block segments, which keeps the number of tiles small.
-    Striped caches have no runs, so their ranks take turns.
-
-    Args:
-        layout: layout of the cache before the token is added.
-        block: number of tokens in a block; with 1, the ranks take turns.
-
-    Raises:
-        ValueError: a block below 1.
-        TypeError: a layout given by name, or a block that is not an int.
-
-    Example:
-        >>> cache = SequenceLayout.contiguous(6, 2)
-        >>> for _ in range(4):
-        ...     cache = cache.appended(next_rank(cache, block=2), 1)
-        >>> cache.segments(0), cache.shard_lens
-        ((Segment(start=0, length=3, stride=1), Segment(start=7, length=2, stride=1)), (5, 5))
-    """
-    check_type("layout", layout, SequenceLayout)
-    block = as_int("block", block, least=1)
-    ranks = range(layout.world_size)
-    if layout.stride == 1:
-        for rank in ranks:
-            segments = layout.segments(rank)
-            last = segments[-1] if segments else Segment(0, 0)
-            has_newest_token = last.start + last.length == layout.seqlen
-            if has_newest_token and last.length % block:
-                return rank
-    return min(ranks, key=layout.shard_len)
 
 
 def _window(options: Options) -> tuple[int, int]:

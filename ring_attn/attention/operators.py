@@ -100,7 +100,7 @@ def _prepare(
     if arguments.mask is not None:
         given_mask = arguments.given_mask()
     q_shape, k_shape, v_shape = shapes
-    return _make_call(
+    return requested_call(
         arguments.text,
         request.rank,
         request.world_size,
@@ -113,7 +113,7 @@ def _prepare(
 
 # Cached by values that are fast to hash, and passed by position, which is faster than by name.
 @lru_cache(maxsize=1024)
-def _make_call(
+def requested_call(
     text: str,
     rank: int,
     world_size: int,
@@ -122,6 +122,7 @@ def _make_call(
     given_mask: Mask | None,
     numbers: LayoutNumbers,
 ) -> tuple[Call, Agreement]:
+    """Return the call of an operator's arguments, and its facts that must be equal on all ranks."""
     options = Options.from_text(text)
     device, dtype, q_shape, k_shape, v_shape, has_sinks = sizes
     batch, rows, nheads, headdim = q_shape

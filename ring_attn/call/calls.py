@@ -15,18 +15,18 @@ from ring_attn.core.program import Program
 from ring_attn.core.ranks import OneRank
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Side
 
 
 class GradientPlan(NamedTuple):
     """How a backward sums gradients.
 
     Attributes:
-        travels: the side that is sent around; None if no side is.
+        sent_side: the side that is sent around; None if no side is.
         in_order: whether dK and dV are summed in the order of the queries, as in one process.
     """
 
-    travels: Traveller | None
+    sent_side: Side | None
     in_order: bool
 
 

@@ -26,7 +26,7 @@ from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_one_of
-from ring_attn.values.compiling import kept, remembered
+from ring_attn.values.compiling import cached, kept
 
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
 
@@ -87,7 +87,7 @@ class Options:
         return Options(**values)
 
 
-@remembered
+@cached
 def checked_options(
     *,
     causal: bool,

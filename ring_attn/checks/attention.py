@@ -25,14 +25,14 @@ from ring_attn.torch_private import is_batched, is_grad_tracking, is_legacy_batc
 from ring_attn.transport import capture
 from ring_attn.transport.groups import check_group_device
 from ring_attn.values.checks import as_int, check_dim, check_flag, check_number, check_type
-from ring_attn.values.compiling import remembered
+from ring_attn.values.compiling import cached
 
 # Scores are float32 for most dtypes. Within these bounds softmax_scale, softcap and their quotients
 # are normal float32 numbers, and so are scaled scores of products up to 2**64.
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-63, 2.0**63
 
 
-@remembered
+@cached
 def check_results(return_lse: bool, return_max_logits: bool, dropout_p: float) -> None:
     """Check the types of the options for results, and refuse dropout."""
     check_flag("return_lse", return_lse)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from ring_attn import select_backend
+from ring_attn.api import select_backend
 from ring_attn.attention.first_use import proven_backend
 from ring_attn.backends import Purpose
 from ring_attn.cli.arguments import write_json

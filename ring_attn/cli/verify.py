@@ -14,7 +14,7 @@ from typing import NotRequired, TypedDict
 
 import torch.distributed as dist
 
-from ring_attn import select_backend
+from ring_attn.api import select_backend
 from ring_attn.cli.arguments import write_json
 from ring_attn.cli.env import Machine, machine
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE

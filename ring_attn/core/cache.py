@@ -1,5 +1,7 @@
 """Sequences of different lengths in one cache: the rows that each rank holds, and who sees them.
 
+Also `next_rank`, the rank of the next token in the cache of one sequence.
+
 A cache has room for sequences of any lengths, which are in a tensor. The positions of a rank's rows
 follow one rule in every sequence: row j has position start + j // run * period + j % run. Of 10
 positions, two ranks hold
@@ -22,7 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.segments import Segment
 from ring_attn.core.tiles import Tile
+from ring_attn.values.checks import as_int, check_type
 
 
 class Sequences(NamedTuple):
@@ -101,3 +106,39 @@ def tiles_of(seen: Sequence[tuple[int, int]]) -> tuple[Tile, ...]:
         for q_start, q_end, k_start, k_end in runs
         if k_start < k_end
     )
+
+
+def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
+    """Return the rank that should store the next token of a cache.
+
+    This is the rank with the fewest rows, but the rank with the newest token continues until its
+    run has a multiple of `block` tokens. So ranks that started with equally many rows differ by at
+    most `block` rows, and n tokens take n / block segments, which keeps the number of tiles small.
+    Striped caches have no runs, so their ranks take turns.
+
+    Args:
+        layout: layout of the cache before the token is added.
+        block: number of tokens in a block; with 1, the ranks take turns.
+
+    Raises:
+        ValueError: a block below 1.
+        TypeError: a layout given by name, or a block that is not an int.
+
+    Example:
+        >>> cache = SequenceLayout.contiguous(6, 2)
+        >>> for _ in range(4):
+        ...     cache = cache.appended(next_rank(cache, block=2), 1)
+        >>> cache.segments(0), cache.shard_lens
+        ((Segment(start=0, length=3, stride=1), Segment(start=7, length=2, stride=1)), (5, 5))
+    """
+    check_type("layout", layout, SequenceLayout)
+    block = as_int("block", block, least=1)
+    ranks = range(layout.world_size)
+    if layout.stride == 1:
+        for rank in ranks:
+            segments = layout.segments(rank)
+            last = segments[-1] if segments else Segment(0, 0)
+            has_newest_token = last.start + last.length == layout.seqlen
+            if has_newest_token and last.length % block:
+                return rank
+    return min(ranks, key=layout.shard_len)

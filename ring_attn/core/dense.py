@@ -107,7 +107,7 @@ class _Keys(NamedTuple):
     stop: int
 
 
-class _Run:
+class _QueryRun:
     """Runs of keys that consecutive queries see; from query to query, each end moves by 0 or 1."""
 
     def __init__(self, row: int, keys: _Keys) -> None:
@@ -144,7 +144,7 @@ class _Run:
 
 def of_dense(seen: Tensor, *, bands: bool = True) -> Iterator[Slice]:
     """Yield slices that hold exactly the pairs of `seen`; without `bands` only rectangles."""
-    open_runs: list[_Run] = []
+    open_runs: list[_QueryRun] = []
     # 1 where a run of visible keys starts, -1 where one has ended: (rows, cols + 1).
     edges = torch.nn.functional.pad(seen.cpu().int(), (1, 1)).diff(dim=1)
     for row in range(len(edges) + 1):  # the row after the last one ends all runs
@@ -163,4 +163,4 @@ def of_dense(seen: Tensor, *, bands: bool = True) -> Iterator[Slice]:
             else:
                 here.remove(following)
                 continued.append(run)
-        open_runs = continued + [_Run(row, keys) for keys in here]
+        open_runs = continued + [_QueryRun(row, keys) for keys in here]

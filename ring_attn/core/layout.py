@@ -589,6 +589,16 @@ def _common_stride(parts: Sequence[Sequence[Segment]]) -> int:
     return strides[0]
 
 
+def rank_of_last_row(layout: SequenceLayout) -> int:
+    """Return the rank that has the last row of a sequence."""
+    for rank in range(layout.world_size):
+        for segment in layout.segments(rank):
+            last = segment.start + (segment.length - 1) * segment.stride
+            if last == layout.seqlen - 1:
+                return rank
+    raise ValueError("a sequence without rows has no end")
+
+
 def with_world_size(layouts: Layouts, world_size: int) -> Layouts | None:
     """Return the layouts of the same kinds over other ranks; None if they have no name."""
     if not {layout.kind for layout in layouts} <= set(LAYOUTS):

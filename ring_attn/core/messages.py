@@ -165,7 +165,7 @@ class Gathered:
 Message = Packet | Records | Parcels | Gathered
 
 
-def room_of(*messages: Message) -> int:
+def largest_nbytes(*messages: Message) -> int:
     """Return the size of the longest message in bytes."""
     return max((x.nbytes for x in messages), default=0)
 

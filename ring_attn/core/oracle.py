@@ -113,6 +113,13 @@ def dense_attention(
     Returns:
         `out` (batch, seqlen_q, nheads, headdim_v) and `lse` (batch, nheads, seqlen_q), float64. For
         a row that sees no key, `out` is 0, `lse` is -inf (or the sink), and gradients are 0.
+
+    Example:
+        >>> q = torch.zeros(1, 3, 1, 2)
+        >>> v = torch.arange(6.0).view(1, 3, 1, 2)
+        >>> out, lse = dense_attention(q, q, v, Mask(3, 3, causal=True))
+        >>> out[0, :, 0].tolist()  # row i is the mean of v up to row i
+        [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
     """
     rule = _Rule(mask, softmax_scale, softcap, sinks).double()
     return _attention(q.double(), k.double(), v.double(), rule)
@@ -137,6 +144,12 @@ def plain_attention(
         The results of `dense_attention`, with `out` in the dtype of q. `lse` is float32 (float64
         for float64), from scores in that dtype, as a matmul of 16-bit inputs has them before it
         rounds its float32 sums. Thus the yardstick of a float32 result has a float32 error.
+
+    Example:
+        >>> q = torch.zeros(1, 3, 1, 2, dtype=torch.bfloat16)
+        >>> out, lse = plain_attention(q, q, q, Mask(3, 3))
+        >>> out.dtype, lse.dtype
+        (torch.bfloat16, torch.float32)
     """
     return _plain(q, k, v, _Rule(mask, softmax_scale, softcap, sinks))
 
@@ -152,7 +165,14 @@ def dense_gradients(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Expected:
-    """Compute the results and gradients of the oracle in float64, with their `terms`."""
+    """Compute the results and gradients of the oracle in float64, with their `terms`.
+
+    Example:
+        >>> q = torch.ones(1, 3, 1, 2)
+        >>> expected = dense_gradients(q, q, q, dout=q, mask=Mask(3, 3))
+        >>> expected.dv.dtype, expected.dv[0, :, 0, 0].tolist()
+        (torch.float64, [1.0, 1.0, 1.0])
+    """
     rule = _Rule(mask, softmax_scale, softcap, sinks).double()
     inputs = Inputs(q.double(), k.double(), v.double(), dout.double())
     expected = _gradients(_attention, inputs, rule)
@@ -170,7 +190,13 @@ def plain_gradients(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Expected:
-    """Compute results of plain PyTorch and gradients of autograd, in the dtype of the inputs."""
+    """Compute results of plain PyTorch and gradients of autograd, in the dtype of the inputs.
+
+    Example:
+        >>> q = torch.ones(1, 3, 1, 2, dtype=torch.bfloat16)
+        >>> plain_gradients(q, q, q, dout=q, mask=Mask(3, 3)).dq.dtype
+        torch.bfloat16
+    """
     rule = _Rule(mask, softmax_scale, softcap, sinks)
     return _gradients(_plain, Inputs(q, k, v, dout), rule)
 
@@ -209,6 +235,15 @@ def check(
     Raises:
         ValueError: the shapes differ.
         TypeError: the dtypes of `got` and `plain` differ.
+
+    Example:
+        >>> q = torch.randn(1, 8, 1, 4)
+        >>> of = {"dout": q, "mask": Mask(8, 8, causal=True)}
+        >>> oracle, plain = dense_gradients(q, q, q, **of), plain_gradients(q, q, q, **of)
+        >>> check("out", plain.out, oracle.out, plain.out, oracle.terms["out"]).ok
+        True
+        >>> check("out", plain.out + 0.01, oracle.out, plain.out, oracle.terms["out"]).ok
+        False
     """
     if not got.shape == oracle.shape == plain.shape:
         raise ValueError(
@@ -241,6 +276,13 @@ def check_all(got: Expected, oracle: Expected, plain: Expected) -> tuple[Verdict
     Raises:
         ValueError: only some of the arguments have dsinks, or a reason of `check`.
         TypeError: as in `check`.
+
+    Example:
+        >>> q = torch.randn(1, 8, 1, 4)
+        >>> of = {"dout": q, "mask": Mask(8, 8, causal=True)}
+        >>> oracle, plain = dense_gradients(q, q, q, **of), plain_gradients(q, q, q, **of)
+        >>> all(verdict.ok for verdict in check_all(plain, oracle, plain))
+        True
     """
     present = [results.dsinks is not None for results in (got, oracle, plain)]
     if any(present) != all(present):

@@ -43,12 +43,12 @@ CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradient
 class Buffer:
     """Memory for a message. No two live buffers have the same name.
 
-    `room` is the size in bytes of the longest message of any buffer of this kind. A freed buffer is
-    reused by buffers with the same room.
+    `nbytes` is the size of the longest message of any buffer of this kind. A freed buffer is reused
+    by buffers of the same size.
     """
 
     name: str
-    room: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -377,31 +377,31 @@ class Program:
 
     @cached_property
     def last_takes(self) -> dict[int, int]:
-        """Index of the last op that takes a buffer, by room in bytes.
+        """Index of the last op that takes a buffer, by size in bytes.
 
         Buffers freed before that op are kept for reuse.
         """
         last: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             if isinstance(op, Pack | Clear):
-                last[op.buffer.room] = index
+                last[op.buffer.nbytes] = index
             elif isinstance(op, Differentiate):
                 # Cleared buffers get their memory here.
                 entries = [x for x in effects(op).writes if isinstance(x, Entry)]
-                last |= {entry.buffer.room: index for entry in entries}
+                last |= {entry.buffer.nbytes: index for entry in entries}
             elif isinstance(op, Post):
-                last[op.send.room] = last[op.recv.room] = index
+                last[op.send.nbytes] = last[op.recv.nbytes] = index
         return last
 
     @cached_property
     def recycled(self) -> frozenset[int]:
-        """Rooms in bytes of which a buffer is taken after another was freed."""
+        """Sizes in bytes of which a buffer is taken after another was freed."""
         freed: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             for buffer in effects(op).frees:
-                freed.setdefault(buffer.room, index)
+                freed.setdefault(buffer.nbytes, index)
         return frozenset(
-            room for room, last in self.last_takes.items() if freed.get(room, last) < last
+            nbytes for nbytes, last in self.last_takes.items() if freed.get(nbytes, last) < last
         )
 
     def posts(self) -> Iterator[Post]:

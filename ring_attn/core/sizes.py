@@ -14,59 +14,59 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Packet
 from ring_attn.core.program import Array
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Side
 from ring_attn.core.work import needed_rows, totals
 
 # If dq is computed apart from dk and dv, its pass has 3 of 7 matrix products, since both passes
 # recompute the scores and dp. Rates of devices count a backward as one pass of 5 products.
 SHARE_OF_DQ = 3 / 7
 
-# Names of the tensors in the messages with a shard and with its gradients, by travelling side.
-SHARD: dict[Traveller, tuple[str, ...]] = {"kv": ("k", "v"), "q": ("q", "dout", "lse", "delta")}
-MOVING: dict[Traveller, tuple[str, ...]] = {"kv": ("dk", "dv"), "q": ("dq",)}
+# Names of the tensors in messages with a shard and with its gradients, by the side that is sent.
+SHARD: dict[Side, tuple[str, ...]] = {"kv": ("k", "v"), "q": ("q", "dout", "lse", "delta")}
+MOVING: dict[Side, tuple[str, ...]] = {"kv": ("dk", "dv"), "q": ("dq",)}
 
 
-# Makes a message from a spec, the travelling side and a number of rows.
-MakePacket = Callable[[AttentionSpec, Traveller, int], Packet]
+# Makes a message from a spec, the side that is sent and a number of rows.
+MakePacket = Callable[[AttentionSpec, Side, int], Packet]
 
 
 @lru_cache(maxsize=4096)
-def shard_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
-    """The message with `rows` rows of the travelling side: K and V, or Q, dO, lse and delta."""
-    heads, wide = spec.nheads_kv if travels == "kv" else spec.nheads, spec.accum_dtype
+def shard_packet(spec: AttentionSpec, sent_side: Side, rows: int) -> Packet:
+    """The message with `rows` rows of the side that is sent: K and V, or Q, dO, lse and delta."""
+    heads, wide = spec.nheads_kv if sent_side == "kv" else spec.nheads, spec.accum_dtype
     lead, statistic = (spec.batch, rows, heads), (spec.batch, heads, rows)
     both = ((*lead, spec.headdim), (*lead, spec.headdim_v)), (spec.dtype, spec.dtype)
-    if travels == "kv":
+    if sent_side == "kv":
         return Packet(*both)
     return Packet((*both[0], statistic, statistic), (*both[1], wide, wide))
 
 
 @lru_cache(maxsize=4096)
-def gradient_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
-    """The message with gradients of the travelling side, in the accumulation type."""
-    if travels == "kv":
-        return shard_packet(replace(spec, dtype=spec.accum_dtype), travels, rows)
+def gradient_packet(spec: AttentionSpec, sent_side: Side, rows: int) -> Packet:
+    """The message with gradients of the side that is sent, in the accumulation type."""
+    if sent_side == "kv":
+        return shard_packet(replace(spec, dtype=spec.accum_dtype), sent_side, rows)
     return Packet(((spec.batch, rows, spec.nheads, spec.headdim),), (spec.accum_dtype,))
 
 
 @lru_cache(maxsize=1024)
-def choose_traveller(
+def choose_sent_side(
     spec: AttentionSpec,
     layout_q: SequenceLayout,
     layout_kv: SequenceLayout,
     mask: Mask,
     *,
     direct: bool = False,
-) -> Traveller:
+) -> Side:
     """The side whose travel costs fewer bytes in the backward, over all ranks; KV if equal.
 
     `direct`: each rank gets the rows that it needs straight from their owner; else shards go round
     a ring, in as many hops for both sides. With 16-bit tensors and float32 gradients, KV costs 12
     bytes an element of each row and KV head, and the Q side 8 an element of each row and head. So
-    KV travels with grouped heads, and Q with few queries or ungrouped heads.
+    KV is sent with grouped heads, and Q with few queries or ungrouped heads.
     """
 
-    def cost(side: Traveller) -> int:
+    def cost(side: Side) -> int:
         if direct:
             rows = needed_rows(layout_q, layout_kv, mask, side)
         else:
@@ -76,12 +76,12 @@ def choose_traveller(
     return "q" if cost("q") < cost("kv") else "kv"
 
 
-def _backward_bytes(spec: AttentionSpec, travels: Traveller, rows: Tensor) -> int:
+def _backward_bytes(spec: AttentionSpec, sent_side: Side, rows: Tensor) -> int:
     """Bytes of messages with these numbers of rows of a side, and of their gradients."""
     counts = torch.bincount(rows.flatten())
     return sum(
         int(counts[n])
-        * (shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes)
+        * (shard_packet(spec, sent_side, n).nbytes + gradient_packet(spec, sent_side, n).nbytes)
         for n in counts.nonzero().flatten().tolist()
     )
 

@@ -29,7 +29,7 @@ class Core(Protocol):
     name: str
     options: tuple[str, ...]
 
-    def label(self, strategy: Strategy) -> str: ...
+    def full_name(self, strategy: Strategy) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,25 @@ class Strategy:
         """The name in the table, which is "hybrid" for pure Ulysses, too."""
         if self.exchange_q:
             return "q_exchange"
-        return "hybrid" if self.ulysses_degree > 1 else CORES[self.core].label(self).split()[0]
+        return "hybrid" if self.ulysses_degree > 1 else CORES[self.core].full_name(self).split()[0]
+
+    def name_on(self, world_size: int) -> str:
+        """Return the name in the table, or "ulysses" if one group has all ranks."""
+        whole = self.name == "hybrid" and self.ulysses_degree == world_size
+        return "ulysses" if whole else self.name
+
+    def full_name(self, world_size: int) -> str:
+        """Return the name with the degrees, for tables, such as "hybrid 4 x all_gather"."""
+        core = CORES[self.core].full_name(self)
+        match self.name_on(world_size):
+            case "ulysses":
+                return "ulysses"
+            case "hybrid":
+                return f"hybrid {self.ulysses_degree} x {core}"
+            case "q_exchange":
+                return f"q_exchange + {core}"
+            case _:
+                return core
 
     def __repr__(self) -> str:
         default = Strategy()
@@ -164,23 +182,6 @@ class Strategy:
             if getattr(self, f.name) != getattr(default, f.name)
         ]
         return f"Strategy({', '.join(changed)})"
-
-
-def family(strategy: Strategy, world_size: int) -> str:
-    """Return the name in the table, or "ulysses" if one group has all ranks."""
-    whole = strategy.name == "hybrid" and strategy.ulysses_degree == world_size
-    return "ulysses" if whole else strategy.name
-
-
-def label(strategy: Strategy, world_size: int) -> str:
-    """Return the strategy's name with its degrees, for tables, such as "hybrid 4 x all_gather"."""
-    name = family(strategy, world_size)
-    core = CORES[strategy.core].label(strategy)
-    return {
-        "q_exchange": f"q_exchange + {core}",
-        "ulysses": "ulysses",
-        "hybrid": f"hybrid {strategy.ulysses_degree} x {core}",
-    }.get(name, core)
 
 
 def resolve_strategy(

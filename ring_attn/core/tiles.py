@@ -32,7 +32,7 @@ from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.segments import Segment, pairs_up_to
 
 # The side whose shards are sent.
-Traveller = Literal["kv", "q"]
+Side = Literal["kv", "q"]
 
 # Distance from one rank of a grid to another: (inner rings, ranks within a ring).
 Displacement = tuple[int, int]
@@ -188,13 +188,13 @@ def needed_runs(
     layout_kv: SequenceLayout,
     mask: Mask,
     pair: tuple[int, int],
-    travels: Traveller,
+    sent_side: Side,
 ) -> tuple[slice, ...]:
     """Return the runs of rows of one side that a pair (rank of q, rank of kv) needs, ascending."""
     q_rank, kv_rank = pair
     # Not of joined tiles: joining does not change the rows, and a striped shard has thousands.
     tiles = (tile for _, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank))
-    sides = (_side(tile, travels) for tile in tiles)
+    sides = (_side(tile, sent_side) for tile in tiles)
     rows = sorted((side.start, side.stop) for side in sides)
     runs: list[slice] = []
     for start, stop in rows:
@@ -205,14 +205,14 @@ def needed_runs(
     return tuple(runs)
 
 
-def among_runs(runs: tuple[slice, ...], tile: Tile, travels: Traveller) -> Tile:
+def among_runs(runs: tuple[slice, ...], tile: Tile, sent_side: Side) -> Tile:
     """Return the tile with its received rows numbered as in a message that has only `runs`."""
     before = 0
     for run in runs:
-        if _side(tile, travels).start < run.stop:
+        if _side(tile, sent_side).start < run.stop:
             break
         before += run.stop - run.start
-    return counted_from(run.start - before, tile, travels)
+    return counted_from(run.start - before, tile, sent_side)
 
 
 @lru_cache(maxsize=16384)
@@ -246,7 +246,7 @@ def gathered_tiles(
     mask: Mask,
     rank: int,
     rows: int,
-    gathers: Traveller = "kv",
+    gathers: Side = "kv",
 ) -> tuple[Tile, ...]:
     """Return the tiles between one rank's shard and the gathered shards of all ranks.
 
@@ -273,12 +273,12 @@ def gathered_tiles(
     return _in_order(tile for tiles in by_end.values() for tile in tiles)
 
 
-def counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
+def counted_from(first: int, tile: Tile, sent_side: Side) -> Tile:
     """Return the tile with the rows of one side counted from row `first`."""
-    return tile.moved(q=0, k=-first) if travels == "kv" else tile.moved(q=-first, k=0)
+    return tile.moved(q=0, k=-first) if sent_side == "kv" else tile.moved(q=-first, k=0)
 
 
-def _side(tile: Tile, side: Traveller) -> slice:
+def _side(tile: Tile, side: Side) -> slice:
     """Return the rows of one side of a tile."""
     return tile.kv if side == "kv" else tile.q
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Side
 from ring_attn.core.work import needed_rows
 
 # With more pairs than this, only the simple plan is made, because a greedy plan takes a second.
@@ -50,11 +50,11 @@ class TurnPairs(NamedTuple):
 
 @lru_cache(maxsize=64)
 def turns_of(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, sent_side: Side
 ) -> tuple[TurnPairs, ...]:
     """Return the turns in which every rank gets the rows that it needs."""
-    rows = needed_rows(layout_q, layout_kv, mask, travels)
-    rows = rows.t() if travels == "kv" else rows  # (senders, receivers)
+    rows = needed_rows(layout_q, layout_kv, mask, sent_side)
+    rows = rows.t() if sent_side == "kv" else rows  # (senders, receivers)
     world_size = len(rows)
     sender, receiver = rows.nonzero().unbind(1)  # of each pair
     # The simple plan: the turn of a pair is the place of its distance among all distances.

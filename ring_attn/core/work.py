@@ -25,13 +25,14 @@ from torch import Tensor
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import pairs_up_to
-from ring_attn.core.tiles import Displacement, Grid, Sizes, Traveller, check_fit, ring_grid
+from ring_attn.core.tiles import Displacement, Grid, Side, Sizes, check_fit, ring_grid
 from ring_attn.values.host import on_host
 
 # Stands for "no row" under a minimum: larger than any row.
 NO_ROW = torch.iinfo(torch.int32).max
 
-# An index of (P, P) tables: slices of ranks, tensors of ranks, or `...`.
+# An index of (P, P) tables: slices of ranks, tensors of ranks, or `...`. Any: torch's indices have
+# a private type.
 Pairs = Any
 
 # Pairs computed at a time: with all intermediate results they fit into a CPU core's cache, and are
@@ -110,15 +111,18 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
 
 
 @on_host()
-def _table(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
-    return _work_between(_Side.of(layout_q), _Side.of(layout_kv, by_position=True), mask)
+def compute_pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> PairWork:
+    """Return the work of all pairs of ranks, without a cache; see `pair_work`."""
+    return _work_between(
+        _SegmentTable.of(layout_q), _SegmentTable.of(layout_kv, by_position=True), mask
+    )
 
 
-_small_table = lru_cache(maxsize=32)(_table)
-_large_table = lru_cache(maxsize=4)(_table)
+_small_table = lru_cache(maxsize=32)(compute_pair_work)
+_large_table = lru_cache(maxsize=4)(compute_pair_work)
 
 
-def _work_between(q: _Side, kv: _Side, mask: Mask) -> PairWork:
+def _work_between(q: _SegmentTable, kv: _SegmentTable, mask: Mask) -> PairWork:
     shape = q.num_ranks, kv.num_ranks
     area = torch.zeros(shape, dtype=torch.int64)
     edge, *ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
@@ -147,9 +151,9 @@ class Totals:
     """
 
     seen: Tensor
-    work: dict[Traveller, Work]
-    num_seen: dict[Traveller, Tensor]
-    moving: dict[Traveller, Rows]
+    work: dict[Side, Work]
+    num_seen: dict[Side, Tensor]
+    moving: dict[Side, Rows]
 
 
 @lru_cache(maxsize=64)
@@ -197,7 +201,7 @@ def _table_blocks(
     if layout_q.world_size <= SMALL:
         yield slice(0, layout_q.world_size), pair_work(layout_q, layout_kv, mask)
         return
-    q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
+    q, kv = _SegmentTable.of(layout_q), _SegmentTable.of(layout_kv, by_position=True)
     for ranks in _blocks(layout_q.world_size, 8):
         yield ranks, _work_between(q.among(ranks), kv, mask)
 
@@ -221,34 +225,34 @@ def needed_displacements(
 
 
 @lru_cache(maxsize=64)
-def travelling_runs(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
+def sent_runs(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, sent_side: Side
 ) -> list[slice]:
     """The run around all rows of each rank's shard that another rank needs."""
-    rows = totals(layout_q, layout_kv, mask).moving[travels]
+    rows = totals(layout_q, layout_kv, mask).moving[sent_side]
     return [*map(slice, rows.start.tolist(), rows.stop.tolist())]
 
 
 @lru_cache(maxsize=1024)
 @on_host()
 def sizes_with(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, rank: int, travels: Traveller
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, rank: int, sent_side: Side
 ) -> list[Sizes]:
-    """Sizes of the tiles between a rank's shard and each rank's shard of the travelling side."""
+    """Sizes of the tiles between a rank's shard and each rank's shard of the side that is sent."""
     check_fit(layout_q, layout_kv, mask)
     if layout_q.world_size <= SMALL:
         table = pair_work(layout_q, layout_kv, mask)
-        work = table.at((rank, slice(None)) if travels == "kv" else (slice(None), rank))
+        work = table.at((rank, slice(None)) if sent_side == "kv" else (slice(None), rank))
     else:
-        q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
+        q, kv = _SegmentTable.of(layout_q), _SegmentTable.of(layout_kv, by_position=True)
         line = slice(rank, rank + 1)
-        q, kv = (q.among(line), kv) if travels == "kv" else (q, kv.among(line))
+        q, kv = (q.among(line), kv) if sent_side == "kv" else (q, kv.among(line))
         work = Work(*(x.flatten() for x in _work_between(q, kv, mask).at(...)))
     return [*map(Sizes, *(sizes.tolist() for sizes in work))]
 
 
 @dataclass(frozen=True)
-class _Side:
+class _SegmentTable:
     """Segments of a layout, or pieces of them: rank, first row in its shard, and positions."""
 
     num_ranks: int
@@ -260,7 +264,7 @@ class _Side:
 
     @classmethod
     @lru_cache(maxsize=64)
-    def of(cls, layout: SequenceLayout, *, by_position: bool = False) -> _Side:
+    def of(cls, layout: SequenceLayout, *, by_position: bool = False) -> _SegmentTable:
         """All segments, in the order of the ranks or of their positions."""
         rows = []
         for rank in range(layout.world_size):
@@ -273,14 +277,14 @@ class _Side:
         columns = torch.tensor(rows, dtype=torch.int64).view(-1, 4).t().contiguous()
         return cls(layout.world_size, layout.stride, *columns)
 
-    def among(self, ranks: slice) -> _Side:
+    def among(self, ranks: slice) -> _SegmentTable:
         """The segments of some ranks, which count from 0."""
         some = self.chosen((self.rank >= ranks.start) & (self.rank < ranks.stop))
         return replace(some, num_ranks=ranks.stop - ranks.start, rank=some.rank - ranks.start)
 
-    def chosen(self, here: Tensor) -> _Side:
+    def chosen(self, here: Tensor) -> _SegmentTable:
         columns = (self.rank, self.first, self.start, self.length)
-        return _Side(self.num_ranks, self.stride, *(x[here] for x in columns))
+        return _SegmentTable(self.num_ranks, self.stride, *(x[here] for x in columns))
 
     @property
     def end(self) -> Tensor:
@@ -332,7 +336,7 @@ def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor
     return _Tiles(area * exists, edge, q0, q1, k0, k1)
 
 
-def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:
+def _seen(pieces: _SegmentTable, kv: _SegmentTable, columns: Tensor) -> tuple[Tensor, Tensor]:
     """The run of segments that any query of a piece may see, for each piece."""
     k_start, k_stop, lo, hi = columns
     last = pieces.start + (pieces.length - 1) * pieces.stride
@@ -342,7 +346,7 @@ def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tiles_of_pieces(
-    pieces: _Side, kv: _Side, columns: Tensor, begin: Tensor, end: Tensor
+    pieces: _SegmentTable, kv: _SegmentTable, columns: Tensor, begin: Tensor, end: Tensor
 ) -> Iterator[tuple[Tensor, _Tiles]]:
     """Yields pairs of ranks, and tiles, of pieces with their runs of segments `[begin, end)`."""
     k_start, k_stop, lo, hi = columns
@@ -379,7 +383,7 @@ def _tiles_of_pieces(
 @lru_cache(maxsize=64)
 @on_host()
 def needed_rows(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, sent_side: Side
 ) -> Tensor:
     """(P, P) int32 rows of one side that each pair of different ranks [q rank, kv rank] needs.
 
@@ -394,9 +398,9 @@ def needed_rows(
     if one_each and len(mask.slices) <= 1:
         # A pair has at most one tile, so its runs hold no other rows.
         work = pair_work(layout_q, layout_kv, mask)
-        run = work.kv if travels == "kv" else work.q
+        run = work.kv if sent_side == "kv" else work.q
         return (run.stop - run.start).fill_diagonal_(0)
-    q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
+    q, kv = _SegmentTable.of(layout_q), _SegmentTable.of(layout_kv, by_position=True)
     world_size, room = q.num_ranks, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
     cut = [_pieces(q, table) for table in mask.tables]
     counts = torch.zeros(world_size * world_size, dtype=torch.int64)
@@ -406,7 +410,7 @@ def needed_rows(
             here = (pieces.rank >= ranks.start) & (pieces.rank < ranks.stop)
             some, columns = pieces.chosen(here), columns[:, here]
             for pair, tiles in _tiles_of_pieces(some, kv, columns, *_seen(some, kv, columns)):
-                side = (tiles.k0, tiles.k1) if travels == "kv" else (tiles.q0, tiles.q1)
+                side = (tiles.k0, tiles.k1) if sent_side == "kv" else (tiles.q0, tiles.q1)
                 runs.append(torch.stack(side) + pair * room)
         start, stop = torch.cat(runs, 1)
         start, order = start.sort()
@@ -416,7 +420,7 @@ def needed_rows(
     return counts.view(world_size, world_size).int().fill_diagonal_(0)
 
 
-def _pieces(q: _Side, table: Tensor) -> tuple[_Side, Tensor]:
+def _pieces(q: _SegmentTable, table: Tensor) -> tuple[_SegmentTable, Tensor]:
     """The queries' segments cut where slices of a layer end, and (4, n) keys and band of each."""
     # The slices of a layer are sorted by queries: a segment touches a run of slices.
     first = torch.searchsorted(table[1], q.start, right=True)
@@ -428,7 +432,7 @@ def _pieces(q: _Side, table: Tensor) -> tuple[_Side, Tensor]:
         piece = q.rank[segment], q.first[segment] + start, position, stop - start
         parts.append(torch.stack((*piece, *table[2:, index]))[:, start < stop])
     columns = torch.cat([torch.empty(8, 0, dtype=torch.int64), *parts], 1)
-    return _Side(q.num_ranks, q.stride, *columns[:4]), columns[4:]
+    return _SegmentTable(q.num_ranks, q.stride, *columns[:4]), columns[4:]
 
 
 def _expanded(begin: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -365,17 +365,18 @@ def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
     expected = sum(call.layouts[0].mask_area(call.mask)) * call.spec.nheads
     passes: Counter[str] = Counter()
     for program in programs:
-        _add_work(program, call.spec, passes)
+        add_work(program, call.spec, passes)
     for name, computed in passes.items():
         if computed != expected:
             text = f"{name}: {computed} pairs of all heads, expected {expected}"
             yield Fault("work", None, None, text)
 
 
-def _add_work(program: Program, spec: AttentionSpec, passes: Counter[str]) -> None:
+def add_work(program: Program, spec: AttentionSpec, passes: Counter[str]) -> None:
+    """Add the pairs x heads that a program attends and differentiates to `passes`."""
     for op in program.ops:
         if isinstance(op, ops.Inner):
-            _add_work(op.program, op.spec, passes)
+            add_work(op.program, op.spec, passes)
         elif isinstance(op, ops.Attend | ops.Differentiate):
             pairs = sum(tile.area for tile in op.tiles) * part_of_heads(op, spec).nheads
             if isinstance(op, ops.Attend):

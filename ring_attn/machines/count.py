@@ -160,13 +160,13 @@ class Memory:
         self._index = self._rows = self._folds = 0
         self._heads = self.spec
         # Rooms of the buffers with memory; cleared buffers have none yet.
-        self._rooms: dict[str, int] = {}
+        self._buffer_bytes: dict[str, int] = {}
         self._messages: dict[str, Message] = {}
         # Bytes that a sum over ranks receives, by channel, until the end of the exchange.
         self._parts: dict[ops.Channel, int] = {}
         self._state = 0  # bytes of the state between its steps
         self._step = "" if self.outer is None else self.outer.step
-        self._free: dict[int, int] = {}  # numbers of free buffers by room
+        self._free: dict[int, int] = {}  # numbers of free buffers by size
         # Bytes of workspaces, by the arguments of `Backend.workspace_bytes`.
         self._workspaces: dict[tuple[Sizes, AttentionSpec, bool, bool], int] = {}
 
@@ -178,8 +178,8 @@ class Memory:
                 self._do(op)
             else:
                 self._record(op, self.moments)
-        self.held -= sum(self._rooms.values())
-        self.held -= sum(room * count for room, count in self._free.items())
+        self.held -= sum(self._buffer_bytes.values())
+        self.held -= sum(nbytes * count for nbytes, count in self._free.items())
 
     def _record(self, op: Op, moments: list[Moment]) -> None:
         """Count an op, and append what is held after it."""
@@ -191,8 +191,8 @@ class Memory:
         self.most = max(before, self.most)
 
     def _moment(self, peak: int) -> Moment:
-        messages = sum(self._rooms.values()) + sum(self._parts.values())
-        messages += sum(room * count for room, count in self._free.items())
+        messages = sum(self._buffer_bytes.values()) + sum(self._parts.values())
+        messages += sum(nbytes * count for nbytes, count in self._free.items())
         state = self._state
         if self.outer is not None:
             messages += self.outer.messages
@@ -224,21 +224,21 @@ class Memory:
             self.held -= self.arrays[name].nbytes
 
     def _take(self, buffer: Buffer, message: Message) -> None:
-        if self._free.get(buffer.room, 0):
-            self._free[buffer.room] -= 1
+        if self._free.get(buffer.nbytes, 0):
+            self._free[buffer.nbytes] -= 1
         else:
-            self._hold(buffer.room)
-        self._rooms[buffer.name] = buffer.room
+            self._hold(buffer.nbytes)
+        self._buffer_bytes[buffer.name] = buffer.nbytes
         self._messages[buffer.name] = message
 
     def _give(self, buffer: Buffer) -> None:
-        room = self._rooms.pop(buffer.name, None)
-        if room is None:
+        nbytes = self._buffer_bytes.pop(buffer.name, None)
+        if nbytes is None:
             return
-        if self.program.last_takes.get(room, -1) > self._index:
-            self._free[room] = self._free.get(room, 0) + 1
+        if self.program.last_takes.get(nbytes, -1) > self._index:
+            self._free[nbytes] = self._free.get(nbytes, 0) + 1
         else:
-            self.held -= room
+            self.held -= nbytes
 
     def _do(self, op: Op) -> None:
         match op:
@@ -253,10 +253,10 @@ class Memory:
             case ops.Clear():
                 self._messages[op.buffer.name] = op.message
             case ops.Add():
-                if op.into.name in self._rooms:
+                if op.into.name in self._buffer_bytes:
                     self._give(op.buffer)
                 else:
-                    self._rooms[op.into.name] = self._rooms.pop(op.buffer.name)
+                    self._buffer_bytes[op.into.name] = self._buffer_bytes.pop(op.buffer.name)
             case ops.Unpack():
                 self._give(op.buffer)
             case ops.Free():
@@ -305,7 +305,7 @@ class Memory:
             self._hold(post.nbytes)
 
     def _written(self, buffer: Buffer) -> None:
-        if buffer.name not in self._rooms:
+        if buffer.name not in self._buffer_bytes:
             self._take(buffer, self._messages[buffer.name])
 
     def _attend(self, op: ops.Attend) -> None:

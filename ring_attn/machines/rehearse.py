@@ -6,8 +6,6 @@ wait for each other, before the call.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ring_attn.core import program as ops
@@ -51,10 +49,10 @@ def _exchange(op: ops.Post, transport: Transport, device: torch.device) -> None:
 class Silent(Transport):
     """A transport that exchanges nothing, for runs whose results are not used."""
 
-    def post(self, *_: Any, **__: Any) -> None:
+    def post(self, *_: object, **__: object) -> None:
         """Send nothing."""
 
-    def wait(self, *_: Any) -> None:
+    def wait(self, *_: object) -> None:
         """Return at once."""
 
     def _among(self, members: Ranks) -> Silent:

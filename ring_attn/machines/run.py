@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
-from typing import Any, assert_never, cast
+from typing import assert_never, cast
 
 import torch
 from torch import Tensor
 
 from ring_attn import profiling
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import Backend, BackwardInputs
+from ring_attn.backends.base import Backend, BackwardInputs, StepState
 from ring_attn.call import DecodeCall
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
@@ -102,7 +102,7 @@ class Run:
         self.device = next(iter(tensors.values())).device
         self.queued = streams.are_used(self.device)
         self._pool = transport.pool(self.device)
-        self._state: Any = None
+        self._state: StepState = None
         self._heads: slice | None = None  # heads of the state
         # Buffers in use, by name; of a cleared buffer without memory, its message.
         self._blocks: dict[str, Block | Message] = {}
@@ -207,16 +207,16 @@ class Run:
         return self.transport.side(self.device)
 
     def _take(self, buffer: Buffer, message: Message) -> Block:
-        block = self._pool.take(buffer.room)
+        block = self._pool.take(buffer.nbytes)
         block.hold(message)
         self._blocks[buffer.name] = block
         return block
 
     def _give(self, buffer: Buffer) -> None:
-        block, program, room = self._blocks.pop(buffer.name), self.program, buffer.room
+        block, program, nbytes = self._blocks.pop(buffer.name), self.program, buffer.nbytes
         if isinstance(block, Block) and (
-            (self._pool.lasts and room in program.recycled)
-            or program.last_takes.get(room, -1) > self._index
+            (self._pool.lasts and nbytes in program.recycled)
+            or program.last_takes.get(nbytes, -1) > self._index
         ):
             self._pool.give(block)
 
@@ -351,9 +351,15 @@ class Run:
             return
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
         self._state = self.backend.forward(
-            q, k, v, tiles, self._state, scores=self.scores,
-            last=op.last and not self.spec.max_logits, beside_copies=self.in_flight > 0,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            tiles,
+            self._state,
+            scores=self.scores,
+            last=op.last and not self.spec.max_logits,
+            beside_copies=self.in_flight > 0,
+        )
 
     def decode(self, op: ops.Decode) -> None:
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)

@@ -65,7 +65,7 @@ def simulate(
     Raises:
         ValueError: the programs do not end; `machines.check` says why.
     """
-    return _Run(programs, call, cluster, record).all()
+    return _Simulator(programs, call, cluster, record).all()
 
 
 class Span(NamedTuple):
@@ -215,7 +215,7 @@ class _Group:
 
 
 @dataclass(eq=False)
-class _Run:
+class _Simulator:
     """State of a simulation: timelines and ports."""
 
     programs: Sequence[Program]
@@ -428,7 +428,7 @@ class _Walk:
     results: then merging and finalizing take no passes of their own.
     """
 
-    run: _Run
+    run: _Simulator
     me: Timeline
     program: Program
     spec: AttentionSpec

@@ -25,7 +25,7 @@ from ring_attn.values.checks import check_int, check_one_of
 BUCKET_BYTES = 32 << 20
 
 # 16-bit gradients are summed in float32: gloo cannot add 16-bit numbers, and errors are smaller.
-WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 # More than 60 lines, most of them documentation.
@@ -194,7 +194,7 @@ def _split(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which gradients of x are summed."""
-    return WIDE.get(x.dtype, x.dtype)
+    return SUM_DTYPES.get(x.dtype, x.dtype)
 
 
 def _local(x: Tensor) -> Tensor:

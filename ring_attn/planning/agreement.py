@@ -12,7 +12,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
@@ -29,7 +28,9 @@ from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_na
 
 # Agreed strategies by transport (so that they are freed with its group), then by arguments. Batches
 # with ever new documents would fill it: the oldest entry is dropped, the same on all ranks.
-_agreed: weakref.WeakKeyDictionary[Any, OrderedDict[object, Strategy]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[Transport, OrderedDict[object, Strategy]] = (
+    weakref.WeakKeyDictionary()
+)
 AGREEMENTS_KEPT = 1024
 
 _CHOOSING = Agreement({"strategy": "auto"})
@@ -83,9 +84,15 @@ def agreed_strategy(
             if size is not None and size != cluster.node_size:
                 cluster = replace(cluster, node_size=size)
             problem = Problem(
-                spec, mask, transport.world_size, cluster, backend, same_bits, backward,
-                planner.memory_of(cluster),
-            )  # fmt: skip
+                spec=spec,
+                mask=mask,
+                world_size=transport.world_size,
+                cluster=cluster,
+                backend=backend,
+                same_bits=same_bits,
+                backward=backward,
+                memory_bytes=planner.memory_of(cluster),
+            )
             return planner.choose(problem, {"given": layouts}, peaks=False).strategy
 
         capture.refuse("the ranks would choose a strategy: make the same call once before")
@@ -100,7 +107,7 @@ def _from_rank_0(
     arguments: str, chosen: Callable[[], Strategy], transport: Transport, device: torch.device
 ) -> Strategy:
     """Runs `chosen` on rank 0; returns its result, or raises its error, on every rank."""
-    message: dict[str, Any] = {"arguments": arguments}
+    message: dict[str, object] = {"arguments": arguments}
     if transport.rank == 0:
         try:
             message["strategy"] = asdict(chosen())

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) ->
     _check_length(costs.numel(), layout)
     own = [costs[layout.position_ids(rank)].tolist() for rank in range(layout.world_size)]
     # fsum rounds once, so the order of the rows makes no difference.
-    total: Callable[[list[Any]], float] = math.fsum if costs.is_floating_point() else sum
+    total: Callable[[list[float]], float] = math.fsum if costs.is_floating_point() else sum
     return Balance(tuple(map(total, own)), layout.shard_lens)
 
 
@@ -271,16 +271,16 @@ def by_memory(seqlen: int, free_bytes: Sequence[int], bytes_per_token: int) -> S
     _check_counts(0, seqlen=seqlen, **{f"free_bytes[{r}]": b for r, b in enumerate(free_bytes)})
     if not len(free_bytes):
         raise ValueError("free_bytes must name the free memory of at least one rank, got none")
-    room = [free // bytes_per_token for free in free_bytes]
-    if seqlen > sum(room):
+    capacity = [free // bytes_per_token for free in free_bytes]
+    if seqlen > sum(capacity):
         raise ValueError(
             f"seqlen {seqlen} at {bytes_per_token} bytes a token needs {seqlen * bytes_per_token} "
-            f"bytes; the {len(room)} ranks have {sum(free_bytes)} free, room for {sum(room)} "
-            "tokens: take more ranks, or fewer bytes a token"
+            f"bytes; the {len(capacity)} ranks have {sum(free_bytes)} free, room for "
+            f"{sum(capacity)} tokens: take more ranks, or fewer bytes a token"
         )
     # No part of a whole number of rows is more than the number, rounded up or down.
-    before = accumulate(room, initial=0)
-    return SequenceLayout.boundaries([seqlen * rows // max(sum(room), 1) for rows in before])
+    before = accumulate(capacity, initial=0)
+    return SequenceLayout.boundaries([seqlen * rows // max(sum(capacity), 1) for rows in before])
 
 
 # -- number of ranks, and rows that cross their boundaries
@@ -306,15 +306,15 @@ def least_world_size(
     """
     _check_counts(bytes_per_token=bytes_per_token, world_size=world_size)
     _check_counts(0, seqlen=seqlen, bytes_per_rank=bytes_per_rank)
-    room = bytes_per_rank // bytes_per_token
-    if seqlen > world_size * room:
+    capacity = bytes_per_rank // bytes_per_token
+    if seqlen > world_size * capacity:
         raise ValueError(
             f"seqlen {seqlen} at {bytes_per_token} bytes a token needs {seqlen * bytes_per_token} "
-            f"bytes; {world_size} ranks of {bytes_per_rank} bytes hold {room} tokens each, "
-            f"{world_size * room} in all"
-            + (f": {-(-seqlen // room)} ranks would do" if room else "")
+            f"bytes; {world_size} ranks of {bytes_per_rank} bytes hold {capacity} tokens each, "
+            f"{world_size * capacity} in all"
+            + (f": {-(-seqlen // capacity)} ranks would do" if capacity else "")
         )
-    ranks = max(1, -(-seqlen // room)) if seqlen else 1
+    ranks = max(1, -(-seqlen // capacity)) if seqlen else 1
     return Size(ranks, -(-seqlen // ranks))
 
 

@@ -10,7 +10,7 @@ from ring_attn.backends import get_backend
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout, with_world_size
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import NAMES, Strategy, family
+from ring_attn.core.strategy import NAMES, Strategy
 from ring_attn.core.work import totals
 from ring_attn.planning import balance
 from ring_attn.planning.choice import Candidate, Problem
@@ -47,7 +47,7 @@ def strategies_of(problem: Problem, names: Sequence[str | Strategy] | None) -> l
                 f"each of strategies must be one of {[*NAMES]} or a Strategy, got {value!r}"
             )
         else:
-            of_name = [s for s in every if family(s, problem.world_size) == value]
+            of_name = [s for s in every if s.name_on(problem.world_size) == value]
             if not of_name and problem.world_size > 1:
                 raise ValueError(
                     f"{value} has no degree for {problem.world_size} ranks; pass a Strategy"
@@ -109,7 +109,7 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
     if layout != "auto":
         names = [layout]
     elif problem.recurrent:
-        names.remove("striped")  # where a state travels for each row
+        names.remove("striped")  # where a state is sent for each row
     return {name: _named(name, problem) for name in names}
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from operator import add
-from typing import Any
 
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy, family, label
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import Side
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.time import Simulation
 from ring_attn.sequence.runs import plan_states
@@ -31,8 +30,8 @@ WAYS = {
     "host": "whose devices wait {} longer for their hosts",
 }
 
-# Columns that a table of 80 has no room for.
-WIDE = ("forward", "backward", "messages", "travels")
+# Columns that do not fit a table of 80 characters.
+VERBOSE_COLUMNS = ("forward", "backward", "messages", "sent side")
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Candidate:
     Attributes:
         layout_name: "contiguous", "zigzag", "striped", "balanced" or "given".
         same_bits: whether its results have the same bits at every world size.
-        travels: which side is sent in the backward; None for other strategies than ring, exchange.
+        sent_side: side that is sent in the backward by ring and exchange; else None.
         bounds: lower bounds of the seconds forward and backward, from the busiest rank alone.
         busiest: a rank that computes longest.
         steps: upper bound of the steps of a direction.
@@ -135,7 +134,7 @@ class Candidate:
     layout_name: str
     world_size: int
     same_bits: bool = False
-    travels: Traveller | None = None
+    sent_side: Side | None = None
     bounds: tuple[float, float] = (0.0, 0.0)
     busiest: int = 0
     steps: int = 1
@@ -147,13 +146,14 @@ class Candidate:
     ruled_out: bool = False
 
     @property
-    def family(self) -> str:
+    def name(self) -> str:
         """The name in `strategy.NAMES`; a Ulysses group of all ranks is "ulysses", not "hybrid"."""
-        return family(self.strategy, self.world_size)
+        return self.strategy.name_on(self.world_size)
 
     @property
-    def label(self) -> str:
-        return label(self.strategy, self.world_size)
+    def full_name(self) -> str:
+        """The name with the degrees, such as "hybrid 4 x all_gather"."""
+        return self.strategy.full_name(self.world_size)
 
     @property
     def is_even(self) -> bool:
@@ -169,15 +169,15 @@ class Candidate:
         """Predicted seconds of both directions; infinite without a prediction."""
         return float("inf") if self.prediction is None else self.prediction.total.seconds
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {
-            "family": self.family,
-            "label": self.label,
+            "name": self.name,
+            "full_name": self.full_name,
             "strategy": asdict(self.strategy),
             "layout": self.layout_name,
             "layouts": [str(layout) for layout in self.layouts],
             "same_bits": self.same_bits,
-            "travels": self.travels,
+            "sent_side": self.sent_side,
             "at_least_s": self.at_least,
             "peak_bytes": self.peak_bytes,
             "communicator_bytes": self.communicator_bytes,
@@ -223,14 +223,14 @@ class Choice:
         """A sentence that compares the best with the fastest of another name, else with any."""
         best, others = self.best, [c for c in self.candidates if c is not self.best]
         simulated = [c for c in others if c.prediction is not None]
-        compared = [c for c in simulated if c.family != best.family] or simulated
+        compared = [c for c in simulated if c.name != best.name] or simulated
         if compared:
-            return f"{best.label}: {_comparison(best, compared[0])}"
+            return f"{best.full_name}: {_comparison(best, compared[0])}"
         slower = [c.at_least for c in others if not c.refused]
         if not slower:
-            return f"{best.label}: the only one"
+            return f"{best.full_name}: the only one"
         gain = min(slower) / best.seconds - 1.0
-        return f"{best.label}: every other takes at least {100 * gain:.0f} % longer"
+        return f"{best.full_name}: every other takes at least {100 * gain:.0f} % longer"
 
     @property
     def traffic(self) -> list[str]:
@@ -264,7 +264,7 @@ class Choice:
         """The candidates; unless verbose, the simulated ones alone, in 80 columns."""
         listed = [c for c in self.candidates if c.prediction is not None]
         cells = [_cells(c, self.best) for c in listed]
-        names = [name for name in cells[0] if verbose or name not in WIDE]
+        names = [name for name in cells[0] if verbose or name not in VERBOSE_COLUMNS]
         rows = [names, *([row[name] for name in names] for row in cells)]
         others = self.left_out()
         if not verbose:
@@ -287,10 +287,10 @@ class Choice:
                 # The reasons of those ruled out differ only in the bounds: one group.
                 why = "left out: slower" if c.ruled_out else f"left out: {c.reason}"
                 why = f"refused: {c.reason}" if c.refused else why
-                groups.setdefault(why, []).append(f"{c.label} ({c.layout_name})")
+                groups.setdefault(why, []).append(f"{c.full_name} ({c.layout_name})")
         return [f"{why}: {', '.join(names)}" for why, names in groups.items()]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         problem = self.problem
         return {
             "world_size": problem.world_size,
@@ -332,7 +332,7 @@ def _cells(candidate: Candidate, best: Candidate) -> dict[str, str]:
     back = prediction.backward
     return {
         "": "*" if candidate is best else "",
-        "strategy": candidate.label,
+        "strategy": candidate.full_name,
         "layout": candidate.layout_name,
         "forward": format_seconds(prediction.forward.seconds),
         "backward": "" if back is None else format_seconds(back.seconds),
@@ -341,7 +341,7 @@ def _cells(candidate: Candidate, best: Candidate) -> dict[str, str]:
         "sent": format_bytes(prediction.total.bytes_sent),
         "messages": str(prediction.total.messages),
         "peak": format_bytes(candidate.peak_bytes),
-        "travels": candidate.travels or "",
+        "sent side": candidate.sent_side or "",
     }
 
 
@@ -351,7 +351,7 @@ def _comparison(best: Candidate, other: Candidate) -> str:
     where = "" if other.layout_name == best.layout_name else f" over {other.layout_name} shards"
     if other.seconds <= 1.005 * best.seconds:
         # Differences below 0.5 % mean nothing.
-        return f"as fast as {other.label}{where}"
+        return f"as fast as {other.full_name}{where}"
     ours, theirs = best.prediction.total, other.prediction.total
     more = {name: getattr(theirs, name) - getattr(ours, name) for name in WAYS}
     worst = max(more, key=lambda name: more[name])
@@ -360,7 +360,7 @@ def _comparison(best: Candidate, other: Candidate) -> str:
         worst = "compute"
     gain = 100 * (other.seconds / best.seconds - 1.0)
     why = WAYS[worst].format(format_seconds(more[worst]))
-    return f"{gain:.0f} % faster than {other.label}{where}, {why}"
+    return f"{gain:.0f} % faster than {other.full_name}{where}, {why}"
 
 
 def format_seconds(seconds: float) -> str:

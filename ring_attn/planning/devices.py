@@ -136,9 +136,15 @@ def builtin_cluster(device: str, *, node_size: int | None = None) -> Cluster:
     if node_size is None:
         node_size = NVLINK_DOMAIN.get(device, 8)
     return Cluster(
-        DEVICES[device], node_size, INSIDE[device], BETWEEN, slowdown=SLOWDOWN, host=HOST,
-        stream_latency=0.0, channel_bandwidth=CHANNEL_BANDWIDTH,
-    )  # fmt: skip
+        device=DEVICES[device],
+        node_size=node_size,
+        inside=INSIDE[device],
+        between=BETWEEN,
+        slowdown=SLOWDOWN,
+        host=HOST,
+        stream_latency=0.0,
+        channel_bandwidth=CHANNEL_BANDWIDTH,
+    )
 
 
 def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster:
@@ -152,10 +158,14 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
     return replace(
         cluster,
         device=replace(
-            device, forward=rates.forward, backward=rates.backward,
-            window_forward=window.forward, window_backward=window.backward, source=rates.source,
+            device,
+            forward=rates.forward,
+            backward=rates.backward,
+            window_forward=window.forward,
+            window_backward=window.backward,
+            source=rates.source,
         ),
-    )  # fmt: skip
+    )
 
 
 def load_cluster(path: Path | str) -> Cluster:
@@ -167,6 +177,7 @@ def load_cluster(path: Path | str) -> Cluster:
     """
     try:
         content = json.loads(regular_file(path).read_text(encoding="utf-8"))["cluster"]
+        # Any: JSON has no types. Wrong ones raise the errors below.
         device: dict[str, Any] = {
             name: Rate(**value) if value and name.endswith("ward") else value
             for name, value in content["device"].items()

@@ -1,4 +1,4 @@
-"""Peak memory of any call on the rank that holds most."""
+"""Memory of any call: its peak on the rank that holds most, and what a rank holds over time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ring_attn.call import Call
-from ring_attn.machines.count import communicator_bytes, peak_bytes
+from ring_attn.machines.count import Moment, communicator_bytes, memory_over, peak_bytes
 from ring_attn.strategies.registry import both_programs, code_of
 
 # Of more ranks, or slices of the mask, only those ranks are counted that may hold most.
@@ -32,3 +32,8 @@ def peak_of(call: Call, *, backward: bool = True, node_size: int | None = None) 
         nccl = communicator_bytes(on_nccl, rank, call.world_size, node_size)
         peaks.append(Peak(peak_bytes(both, of_rank), nccl))
     return Peak(*map(max, zip(*peaks, strict=True)))
+
+
+def moments_of_rank(call: Call, *, backward: bool) -> list[Moment]:
+    """Return what the call's rank holds after each op; with `backward`, of both directions."""
+    return memory_over(both_programs(call, backward=backward), call)

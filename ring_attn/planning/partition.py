@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import sub
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,6 +83,10 @@ def _earliest_cuts(sums: list[int], parts: int, limit: int) -> list[int]:
     return cuts[::-1]
 
 
+# Cost, distance from equal parts, index of the last cut, the way to the cut before.
+_Way: TypeAlias = "tuple[int, int, int, _Way | None]"
+
+
 def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[int]) -> list[int]:
     """Indices of the cheapest cuts with no part above `limit`; ties go to the most equal parts.
 
@@ -96,8 +100,7 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
     parts, total = len(feasible) - 1, sums[-1]
     mean = total / parts
     earliest, latest = _earliest_cuts(sums, parts, limit), 0
-    # A way: cost, distance from equal parts, index of its last cut, the way to the cut before.
-    ways: list[tuple[int, int, int, Any]] = [(0, 0, 0, None)]
+    ways: list[_Way] = [(0, 0, 0, None)]
     for part in range(1, parts + 1):
         near = bisect_left(sums, (part - MAX_DRIFT) * total // parts)
         far = bisect_right(sums, (part + MAX_DRIFT) * total // parts) - 1
@@ -105,8 +108,9 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
         latest = bisect_right(sums, sums[latest] + limit, latest) - 1
         low = max(earliest[part], min(near, feasible[part]))
         high = min(latest, max(far, feasible[part]))
-        queue: deque[tuple[int, int, int, Any]] = deque()
-        waiting, reached = deque(ways), []
+        queue: deque[_Way] = deque()
+        waiting = deque(ways)
+        reached: list[_Way] = []
         for x in range(low, high + 1):
             while waiting and waiting[0][2] <= x:
                 while queue and queue[-1] > waiting[0]:
@@ -119,7 +123,8 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
                 distance += int(abs(sums[x] - part * mean) * UNITS / mean)
                 reached.append((cost + costs[x], distance, x, queue[0]))
         ways = reached
-    way, chosen = ways[0], list[int]()
+    way: _Way | None = ways[0]
+    chosen: list[int] = []
     while way is not None:
         chosen.append(way[2])
         way = way[3]

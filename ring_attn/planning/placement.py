@@ -271,34 +271,38 @@ class _Placement:
         node has room.
         """
         size = self.bounds.world_size
-        room = [
+        free = [
             (max(0, self.bounds.pairs - self.pairs[r]), max(0, self.bounds.rows - self.rows[r]))
             for r in range(size)
         ]
-        before = [list(accumulate((of_rank[i] for of_rank in room), initial=0)) for i in (0, 1)]
+        free_pairs_before, free_rows_before = (
+            list(accumulate((of_rank[i] for of_rank in free), initial=0)) for i in (0, 1)
+        )
         for count in range(least, min(2 * least, size) + 1):
             run = 1 << (count - 1).bit_length()
             starts = [s for s in range(size - count + 1) if s // run == (s + count - 1) // run]
-            rooms = [
-                min((sums[s + count] - sums[s]) / amount
-                    for sums, amount in zip(before, (pairs, rows), strict=True)) for s in starts
-            ]  # fmt: skip
-            if rooms and max(rooms) >= 1:
-                start = starts[rooms.index(max(rooms))]
+            shares = []  # of the document for which the ranks from each start have room
+            for start in starts:
+                stop = start + count
+                share_of_pairs = (free_pairs_before[stop] - free_pairs_before[start]) / pairs
+                share_of_rows = (free_rows_before[stop] - free_rows_before[start]) / rows
+                shares.append(min(share_of_pairs, share_of_rows))
+            if shares and max(shares) >= 1:
+                start = starts[shares.index(max(shares))]
                 return list(range(start, start + count))
         emptiest = [rank for _, rank in self._levels]
-        sums = [accumulate([room[rank][i] for rank in emptiest]) for i in (0, 1)]
+        sums = [accumulate([free[rank][i] for rank in emptiest]) for i in (0, 1)]
         for count, (free_pairs, free_rows) in enumerate(zip(*sums, strict=True), 1):
             if count >= least and free_pairs >= pairs and free_rows >= rows:
                 return sorted(emptiest[:count])
         return list(range(size))
 
     def _add_shared(self, index: int, rows: int, pairs: int, ranks: list[int]) -> None:
-        room = [max(0, self.bounds.rows - self.rows[r]) for r in ranks]
-        if sum(room) < rows:
-            room = [rows] * len(ranks)
+        free = [max(0, self.bounds.rows - self.rows[r]) for r in ranks]
+        if sum(free) < rows:
+            free = [rows] * len(ranks)
         document = _Document(rows, self.window)
-        counts = _levelled([self.rows[r] for r in ranks], rows, [0] * len(ranks), room)
+        counts = _levelled([self.rows[r] for r in ranks], rows, [0] * len(ranks), free)
         ends = [sorted((document.pairs(0, n), document.pairs(rows - n, rows))) for n in counts]
         low, high = ([end[side] for end in ends] for side in (0, 1))
         aims = _levelled([self.pairs[r] for r in ranks], pairs, low, high)
@@ -407,10 +411,9 @@ def _levelled(
     """
 
     # As the level rises, a share grows from its `low` event to its `high` event.
-    events = sorted(
-        (h + end, more) for h, ends in zip(held, zip(low, high, strict=True), strict=True)
-        for end, more in zip(ends, (1, -1), strict=True)
-    )  # fmt: skip
+    begins = [(h + least, 1) for h, least in zip(held, low, strict=True)]
+    ends = [(h + greatest, -1) for h, greatest in zip(held, high, strict=True)]
+    events = sorted(begins + ends)
     level, growing, left = events[0][0], 0, amount - sum(low)
     for at, more in events:
         if growing * (at - level) > left:

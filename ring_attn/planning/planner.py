@@ -151,16 +151,22 @@ def explain(
         ...     seqlen=1 << 20, world_size=8, nheads=32, nheads_kv=8, headdim=128, causal=True,
         ...     cluster=builtin_cluster("H100"),
         ... )
-        >>> choice.best.family in ("ring", "all_gather", "ulysses", "hybrid")
+        >>> choice.best.name in ("ring", "all_gather", "ulysses", "hybrid")
         True
     """
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
     nheads_kv = nheads if nheads_kv is None else nheads_kv
     headdim_v = headdim if headdim_v is None else headdim_v
     counts = {
-        "seqlen": seqlen, "world_size": world_size, "batch": batch, "nheads": nheads,
-        "nheads_kv": nheads_kv, "headdim": headdim, "headdim_v": headdim_v, "seqlen_k": seqlen_k,
-    }  # fmt: skip
+        "seqlen": seqlen,
+        "world_size": world_size,
+        "batch": batch,
+        "nheads": nheads,
+        "nheads_kv": nheads_kv,
+        "headdim": headdim,
+        "headdim_v": headdim_v,
+        "seqlen_k": seqlen_k,
+    }
     for name, value in counts.items():
         values.check_int(name, value, least=1)
     if nheads % nheads_kv:
@@ -235,7 +241,7 @@ def choose(
         candidates = [_with_memory(problem, c) if c.prediction else c for c in candidates]
     usable = [c for c in candidates if c.prediction is not None]
     if not usable:
-        reasons = sorted({f"{c.label} ({c.layout_name}): {c.reason}" for c in candidates})
+        reasons = sorted({f"{c.full_name} ({c.layout_name}): {c.reason}" for c in candidates})
         raise ValueError(
             f"no strategy can run {describe(problem)}: "
             + "; ".join(reasons or ["none was requested"])
@@ -272,7 +278,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         return replace(
             candidate,
             same_bits=why_not is None,
-            travels=plan.travels if core.world_size > 1 else None,
+            sent_side=plan.sent_side if core.world_size > 1 else None,
             steps=core_code.num_steps(core),
             bounds=(bounds.forward, bounds.backward),
             busiest=bounds.busiest * strategy.ulysses_degree,
@@ -332,7 +338,7 @@ def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> li
     forced = set(waiting) if effort == "all" else set[int]()
     if effort == "names":
         for name in NAMES:
-            of_name = [i for i in waiting if candidates[i].family == name]
+            of_name = [i for i in waiting if candidates[i].name == name]
             tied = (1.0 + TIE) * min(map(at_least, of_name), default=0.0)
             forced.update([i for i in of_name if at_least(i) <= tied][:1])
     best, left = float("inf"), MAX_RANK_STEPS

@@ -22,6 +22,18 @@ from ring_attn.plots.runs import memory, timeline
 from ring_attn.plots.style import save
 
 __all__ = [
-    "bench", "layouts", "mask", "masks", "memory", "moments_of", "plan", "ring", "save", "scaling",
-    "strategies", "tiles", "timeline", "timelines_of",
-]  # fmt: skip
+    "bench",
+    "layouts",
+    "mask",
+    "masks",
+    "memory",
+    "moments_of",
+    "plan",
+    "ring",
+    "save",
+    "scaling",
+    "strategies",
+    "tiles",
+    "timeline",
+    "timelines_of",
+]

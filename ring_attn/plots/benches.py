@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ring_attn.planning.choice import format_seconds
 from ring_attn.plots.style import (
@@ -18,13 +18,16 @@ from ring_attn.plots.style import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# A report or a row of it. Any: JSON has no types.
+Json: TypeAlias = Mapping[str, Any]
+
 # What names an implementation in a report, and in a picture.
 NAMES = {"ours": "ring_attn", "dense": "dense", "torch-template": "torch template"}
 
 MODES = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward"}
 
 
-def bench(report: Mapping[str, Any], *, theme: str = "light") -> Figure:
+def bench(report: Json, *, theme: str = "light") -> Figure:
     """Draw the results of `ring-attn bench`: times of implementations, or TFLOP/s by length.
 
     Args:
@@ -53,7 +56,7 @@ def bench(report: Mapping[str, Any], *, theme: str = "light") -> Figure:
     return _times(rows, theme)
 
 
-def measured(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def measured(report: Json) -> list[Json]:
     """Return the rows of a report that have a time."""
     found = report.get("rows")
     return [
@@ -63,7 +66,7 @@ def measured(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def _times(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
+def _times(rows: Sequence[Json], theme: str) -> Figure:
     """Draw a bar for each implementation in each mode, with the spread of the repetitions."""
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
     by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in modes}
@@ -102,25 +105,31 @@ def _times(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
     return figure
 
 
-def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _labels(rows: Sequence[Json]) -> list[str]:
     """Return the names of rows, with what was measured where a name has several rows."""
-    names = [NAMES.get(row["impl"], row["impl"]) for row in rows]
+    names = [_name(row) for row in rows]
     if len({*names}) == len(names):
         return names
     return [f"{name}, {_case(row)}" for name, row in zip(names, rows, strict=True)]
 
 
-def _case(row: Mapping[str, Any]) -> str:
+def _name(row: Json) -> str:
+    """Return the name of a row's implementation in pictures."""
+    implementation: str = row["impl"]
+    return NAMES.get(implementation, implementation)
+
+
+def _case(row: Json) -> str:
     """Return heads, head dim and mask of a row of `bench kernel`."""
     heads = f"{row.get('heads')}/{row.get('kv_heads')} x {row.get('head_dim')}"
     return f"{heads}, {'causal' if row.get('causal') else 'full'}"
 
 
-def _rates(rows: Sequence[Mapping[str, Any]], theme: str) -> Figure:
+def _rates(rows: Sequence[Json], theme: str) -> Figure:
     """Draw TFLOP/s by length, a line for each implementation, heads and mask."""
     lines: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
     for row in rows:
-        name = NAMES.get(row["impl"], row["impl"])
+        name = _name(row)
         lines.setdefault((row["mode"], name, _case(row)), []).append((row["seqlen"], row["rate"]))
     modes = [mode for mode in MODES if any(key[0] == mode for key in lines)]
     names = list(dict.fromkeys(name for _, name, _ in lines))

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ring_attn.machines.count import Moment, memory_over
+from ring_attn.machines.count import Moment
 from ring_attn.machines.time import Timeline
 from ring_attn.planning.calls import call_of
 from ring_attn.planning.choice import Candidate, Choice, format_bytes, format_seconds
+from ring_attn.planning.memory import moments_of_rank
 from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.plots.runs import MEMORY_HEIGHT, draw_memory, fill_timeline, timeline_height
 from ring_attn.plots.style import (
@@ -25,7 +26,6 @@ from ring_attn.plots.style import (
     settings,
     text_like,
 )
-from ring_attn.strategies.registry import both_programs
 from ring_attn.values.checks import check_one_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def moments_of(choice: Choice, rank: int = 0) -> list[Moment]:
     if not 0 <= rank < choice.problem.world_size:
         raise ValueError(f"rank must be in [0, {choice.problem.world_size}), got {rank}")
     call = replace(call_of(choice.problem, choice.best), rank=rank)
-    return memory_over(both_programs(call, backward=choice.problem.backward), call)
+    return moments_of_rank(call, backward=choice.problem.backward)
 
 
 def strategies(choice: Choice, *, theme: str = "light") -> Figure:
@@ -92,11 +92,11 @@ def _strategies_height(choice: Choice) -> float:
 
 
 def simulated(choice: Choice) -> list[Candidate]:
-    """Return the candidates with a prediction: of each label the fastest, in the choice's order."""
+    """Return the candidates with a prediction: the fastest of each name, in the choice's order."""
     fastest: dict[str, Candidate] = {}
     for candidate in choice.candidates:
         if candidate.prediction is not None:
-            fastest.setdefault(candidate.label, candidate)
+            fastest.setdefault(candidate.full_name, candidate)
     return [*fastest.values()]
 
 
@@ -107,7 +107,7 @@ def _draw_strategies(axes: Axes, choice: Choice, colours: Colours) -> None:
     fills = [BLUE if one is choice.best else GREY for one in shown]
     bars = axes.barh(range(len(shown)), [scale * s for s in seconds], color=fills, height=0.72)
     axes.bar_label(bars, [format_seconds(s) for s in seconds], padding=4, color=colours.text)
-    names = [f"{one.label}, {one.layout_name}" for one in shown]
+    names = [f"{one.full_name}, {one.layout_name}" for one in shown]
     axes.set_yticks(range(len(shown)), names)
     axes.set(xlim=(0, 1.45 * scale * max(seconds)), ylim=(len(shown) - 0.4, -0.6))
     axes.set_xlabel(f"{unit}, predicted", size=SMALL)
@@ -135,13 +135,14 @@ def plan(choice: Choice, *, theme: str = "light") -> Figure:
     heights = [_strategies_height(choice) + 0.3, timeline_height(timelines) + 0.4, MEMORY_HEIGHT]
     with settings(theme) as colours:
         figure = new_figure(sum(heights))
+        # Any: matplotlib's parameters have different types.
         heading: dict[str, Any] = {"weight": "bold", "size": FONT_SIZE, "x": 0.01, "ha": "left"}
         first, second, third = figure.subfigures(3, 1, squeeze=False, height_ratios=heights)[:, 0]
         first.suptitle("time of a call", **heading)
         _draw_strategies(first.add_subplot(), choice, colours)
-        second.suptitle(f"{choice.best.label}: timeline of rank 0", **heading)
+        second.suptitle(f"{choice.best.full_name}: timeline of rank 0", **heading)
         fill_timeline(second, timelines, colours)
-        third.suptitle(f"{choice.best.label}: memory of rank 0", **heading)
+        third.suptitle(f"{choice.best.full_name}: memory of rank 0", **heading)
         draw_memory(third.add_subplot(), moments, colours)
     return figure
 
@@ -199,9 +200,9 @@ def scaling_lines(choices: Sequence[Choice], value: Value) -> dict[str, list[tup
         x = problem.world_size if by_ranks else problem.mask.seqlen_q
         seen = set()
         for candidate in sorted(choice.candidates, key=lambda one: one.seconds):
-            if candidate.prediction is not None and candidate.family not in seen:
-                seen.add(candidate.family)
-                lines.setdefault(candidate.family, []).append((x, _value(candidate, value)))
+            if candidate.prediction is not None and candidate.name not in seen:
+                seen.add(candidate.name)
+                lines.setdefault(candidate.name, []).append((x, _value(candidate, value)))
     return {name: sorted(points) for name, points in lines.items()}
 
 

@@ -68,6 +68,7 @@ def settings(theme: str = "light") -> Iterator[Colours]:
     import matplotlib
 
     colours = THEMES[theme]
+    # Any: matplotlib's type of settings has each name.
     chosen: Any = {
         "axes.edgecolor": colours.line,
         "axes.facecolor": "none",

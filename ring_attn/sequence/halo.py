@@ -27,7 +27,6 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.program import Collective
 from ring_attn.profiling import observe
 from ring_attn.sequence.runs import runs_of
-from ring_attn.torch_private import group_by_name
 from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.cached import Cached
@@ -203,7 +202,7 @@ def _halo(
         shape: the dim of the rows in the caller's tensor, and the sizes of its other dims.
     """
     checks.check_capture("halo", x)
-    process_group = group_by_name(group)
+    process_group = groups.group_named(group)
     rank = dist.get_rank(process_group)
     key = PlanKey(SequenceLayout.from_numbers(layout), left, right, rank)
     # The ranks compare these values.
@@ -235,7 +234,7 @@ def _(
     back: bool,
     shape: Sequence[int],
 ) -> Tensor:
-    rank = dist.get_rank(group_by_name(group))
+    rank = dist.get_rank(groups.group_named(group))
     key = PlanKey(SequenceLayout.from_numbers(layout), left, right, rank)
     rows = key.layout.shard_len(rank) if back else sum(key.lengths)
     return x.new_empty(rows, x.size(-1))

@@ -93,6 +93,18 @@ def recurrence(
         NotImplementedError: a final state is requested whose gradient autograd would need.
         RuntimeError: states of pieces or ranks have different shapes, or a reason of
             `ring_attention`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> layout = ring_attn.SequenceLayout.zigzag(8, 2)
+        >>> x = layout.shard(torch.arange(8.0)[None], rank)
+        >>> def running_sum(piece):
+        ...     out = piece.of(x).cumsum(1)
+        ...     add = lambda out, start: out + start[:, None]
+        ...     return ring_attn.recurrence.Part(out, end=out[:, -1], decay=torch.ones(1), add=add)
+        >>> out, _ = ring_attn.recurrence.recurrence(running_sum, layout)
+        >>> ring_attn.unshard(out, layout).tolist()
+        [[0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 28.0]]
     """
     with _checked(layout, cu_seqlens, group) as (maps, runs):
         parts = [[run(piece) for piece in pieces] for pieces in runs or NO_RUNS]
@@ -165,6 +177,20 @@ def linear_attention(
     Raises:
         ValueError, TypeError, RuntimeError, NotImplementedError: as in `recurrence`, or from
             `kernel`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> def kernel(q, k, v, initial_state, output_final_state):
+        ...     states = torch.einsum("bthi,bthj->bthij", k, v).cumsum(1)
+        ...     if initial_state is not None:
+        ...         states = states + initial_state[:, None]
+        ...     return torch.einsum("bthi,bthij->bthj", q, states), states[:, -1]
+        >>> layout = ring_attn.SequenceLayout.zigzag(8, 2)
+        >>> q = k = v = layout.shard(torch.ones(1, 8, 1, 1), rank)
+        >>> linear = ring_attn.recurrence.linear_attention
+        >>> out, _ = linear(kernel, q, k, v, layout=layout, rows={})
+        >>> ring_attn.unshard(out, layout).flatten().tolist()
+        [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     """
     layer = _LinearAttention(kernel, {"q": q, "k": k, "v": v, **rows}, float32, options)
     headdim, headdim_v = k.size(-1), v.size(-1)
@@ -200,7 +226,7 @@ class _LinearAttention:
     kernel: Callable[..., tuple[Tensor, Tensor]]
     tensors: Mapping[str, Tensor]
     float32: bool
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of a kernel of another package
 
     def run(self, piece: Piece, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the outputs and the end state of a piece."""
@@ -258,6 +284,15 @@ def causal_conv(
 
     Raises:
         ValueError, TypeError, RuntimeError: as in `halo`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> layout = ring_attn.SequenceLayout.zigzag(8, 2)
+        >>> x = layout.shard(torch.arange(8.0)[None], rank)
+        >>> add_row_before = lambda x: x + F.pad(x, (1, 0))[:, :-1]
+        >>> out = ring_attn.recurrence.causal_conv(add_row_before, x, 2, layout=layout)
+        >>> ring_attn.unshard(out, layout).tolist()
+        [[0.0, 1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0]]
     """
     with _checked(layout, cu_seqlens, group) as (maps, runs):
         before = as_int("width", width, least=1) - 1

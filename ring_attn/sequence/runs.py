@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.layout import SequenceLayout, rank_of_last_row
 from ring_attn.core.segments import Segment
 
 # Bytes that a 400 Gb/s link of `planning.devices` transfers during its latency: 15 us at 45 GB/s.
@@ -104,11 +104,10 @@ def pieces_of(
 
 def last_run(layout: SequenceLayout) -> tuple[int, int]:
     """Return the rank that has the sequence's last row, and the number of that row's run there."""
-    for rank in range(layout.world_size):
-        for number, (*_, piece) in enumerate(pieces_of(layout, rank, ())):
-            if piece.position + piece.length == layout.seqlen:
-                return rank, number
-    raise ValueError("a sequence without rows has no end")
+    rank = rank_of_last_row(layout)
+    last_pieces = (pieces[-1] for pieces in pieces_of(layout, rank, ()))
+    stops = [piece.position + piece.length for piece in last_pieces]
+    return rank, stops.index(layout.seqlen)
 
 
 class StateRun(NamedTuple):

@@ -52,7 +52,7 @@ from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, Vi
 from ring_attn.core.sizes import SHARD, SHARE_OF_DQ, gradient_packet, result_arrays
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import StepTiles, Traveller
+from ring_attn.core.tiles import Side, StepTiles
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import StrategyCode, core_program, input_arrays, pack_and_post
 from ring_attn.strategies.order import why_not_in_order
@@ -79,8 +79,8 @@ class AllGather(StrategyCode):
     def gradients(self, call: Call) -> GradientPlan:
         """Choose the order of sums; no side of the call is sent around."""
         if call.gradients is not None:
-            return GradientPlan(travels=None, in_order=call.gradients.in_order)
-        return GradientPlan(travels=None, in_order=self.why_not_same_bits(call) is None)
+            return GradientPlan(sent_side=None, in_order=call.gradients.in_order)
+        return GradientPlan(sent_side=None, in_order=self.why_not_same_bits(call) is None)
 
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
         if call.world_size == 1:  # nothing to gather
@@ -96,7 +96,7 @@ class AllGather(StrategyCode):
             steps = gathering.backward_added_up(dtype)
         return core_program(call, arrays, steps, backward=True)
 
-    def label(self, strategy: Strategy) -> str:
+    def full_name(self, strategy: Strategy) -> str:
         heads = strategy.heads_per_chunk or 1
         return self.name if heads == 1 else f"{self.name} by {heads} heads"
 
@@ -146,7 +146,7 @@ def _chunk_specs(call: Call) -> list[AttentionSpec]:
     return list(dict.fromkeys(chunk_spec(call.spec, chunk) for chunk in chunks_of(call)))
 
 
-def _shard_rows(call: Call, side: Traveller) -> int:
+def _shard_rows(call: Call, side: Side) -> int:
     """Return the number of rows of each gathered shard: those of the longest, at least 1."""
     layout_q, layout_kv = call.layouts
     longest = max((layout_kv if side == "kv" else layout_q).shard_lens)
@@ -161,7 +161,7 @@ def _shard_rows(call: Call, side: Traveller) -> int:
 class _Message:
     """One gather: the side whose shards are gathered, and their heads."""
 
-    side: Traveller
+    side: Side
     chunk: HeadRun
 
     @property
@@ -187,7 +187,7 @@ class _Gathering:
         self.arrays = arrays
         self.chunks = chunks_of(call)
         # Once for a program: a query to the backend per message took most of the time of a plan.
-        self._rows: dict[Traveller, int] = {
+        self._rows: dict[Side, int] = {
             "kv": _shard_rows(call, "kv"),
             "q": _shard_rows(call, "q"),
         }
@@ -322,7 +322,7 @@ class _Gathering:
         yield from self._gathered(("kv", "q"), compute)
         yield ops.Step("end")
 
-    def _gathered(self, sides: tuple[Traveller, ...], compute: Compute) -> Iterator[Op]:
+    def _gathered(self, sides: tuple[Side, ...], compute: Compute) -> Iterator[Op]:
         """Compute with each message of each chunk, and gather one message ahead."""
         messages = [_Message(side, chunk) for chunk in self.chunks for side in sides]
         yield from self._post(messages, 0)
@@ -355,7 +355,7 @@ class _Gathering:
             yield ops.Assign(View(name, rows=None, heads=chunk.q), View(f"{name} part"))
             yield ops.Free((f"{name} part",))
 
-    def _tiles(self, side: Traveller) -> StepTiles:
+    def _tiles(self, side: Side) -> StepTiles:
         """Return the tiles of this rank's rows and the gathered shards of a side."""
         return self.ranks.gathered(side, self._rows[side])
 
@@ -390,7 +390,7 @@ class _Gathering:
 
     def _round(self, name: str, source: Operand, chunk: HeadRun, dtype: torch.dtype) -> ops.Round:
         """Round a chunk's gradient into the gradient of all heads."""
-        side: Traveller = "q" if name == "dq" else "kv"
+        side: Side = "q" if name == "dq" else "kv"
         all_heads = None
         chunk_heads = chunk.q if side == "q" else chunk.kv
         heads = chunk_heads if len(self.chunks) > 1 else all_heads

@@ -17,7 +17,7 @@ from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Operand, Pr
 from ring_attn.core.sizes import SHARD, result_arrays
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import StepTiles, Traveller, check_fit
+from ring_attn.core.tiles import Side, StepTiles, check_fit
 
 # The tensors that every core's forward saves.
 SAVED = ("q", "k", "v", "out", "lse")
@@ -61,7 +61,7 @@ class StrategyCode:
         """Raise an error if the strategy does not support a call, before any communication."""
         check_fit(*call.layouts, call.mask)
 
-    def label(self, strategy: Strategy) -> str:
+    def full_name(self, strategy: Strategy) -> str:
         """Return the name with the options, for tables.
 
         The first word of it is a name for `strategy=`.
@@ -93,11 +93,11 @@ class StrategyCode:
 
     def gradients(self, call: Call) -> GradientPlan:
         """Return which side is sent in the backward, and the order of its sums."""
-        return GradientPlan(travels=None, in_order=self.why_not_same_bits(call) is None)
+        return GradientPlan(sent_side=None, in_order=self.why_not_same_bits(call) is None)
 
     def share_at_queries(self, call: Call) -> float:
         """Return the fraction of the backward's FLOPs done on the rank that holds the queries."""
-        return 0.0 if self.gradients(call).travels == "q" else 1.0
+        return 0.0 if self.gradients(call).sent_side == "q" else 1.0
 
     def launch_spec(self, call: Call) -> AttentionSpec:
         """Return the spec of the launch with the fewest kv heads."""
@@ -198,23 +198,23 @@ def finish(call: Call) -> ops.Finish:
 
 
 def differentiate(
-    travels: Traveller,
+    sent_side: Side,
     tiles: StepTiles,
     held: tuple[Operand, ...],
     into: tuple[Operand, ...],
     *,
     own: bool,
 ) -> ops.Differentiate:
-    """Return the op for the gradients of tiles with a shard of the travelling side.
+    """Return the op for the gradients of tiles with a shard of the side that is sent.
 
     Args:
-        travels: the travelling side.
+        sent_side: the side that is sent.
         tiles: tiles of this rank's rows and the shard.
         held: tensors of the shard.
         into: sums for the shard's gradients. Gradients of the other side go to this rank's sums.
         own: whether this rank owns the shard.
     """
-    if travels == "kv":
+    if sent_side == "kv":
         k, v = held
         dk, dv = into
         return ops.Differentiate(

@@ -10,7 +10,7 @@ pass shards through all ranks, with all rows between the first and the last one 
 `core.turns` sorts the pairs of ranks into turns. Two turns are under way while one is computed, so
 a rank holds the received rows of three turns and the sent rows of two.
 
-Backward: KV travels again, or the Q side, whichever costs fewer bytes. Gradients return directly to
+Backward: KV is sent again, or the Q side, whichever costs fewer bytes. Gradients return directly to
 the owner, one message for each message of rows. The owner adds them in the order of the turns,
 which the call fixes, so the bits do not depend on the order of arrival. A rank waits for them two
 turns later.
@@ -26,11 +26,11 @@ from functools import partial
 
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
-from ring_attn.core.messages import Message, room_of
+from ring_attn.core.messages import Message, largest_nbytes
 from ring_attn.core.program import Array, Buffer, Channel, Op, Operand, Program, View, entries
-from ring_attn.core.ranks import Turn
-from ring_attn.core.sizes import MOVING, SHARD, choose_traveller, gradient_packet, shard_packet
-from ring_attn.core.tiles import Grid, Traveller
+from ring_attn.core.ranks import RowExchange
+from ring_attn.core.sizes import MOVING, SHARD, choose_sent_side, gradient_packet, shard_packet
+from ring_attn.core.tiles import Grid, Side
 from ring_attn.strategies import base
 from ring_attn.strategies.base import StrategyCode, differentiate
 
@@ -50,17 +50,17 @@ class Exchange(StrategyCode):
         arrays = base.input_arrays(call, backward=backward)
         if not backward:
             return base.core_program(call, arrays, _forward(call), backward=False)
-        travels = self.gradients(call).travels or "kv"
-        steps = _backward(call, travels, arrays, rounded=rounded)
+        sent_side = self.gradients(call).sent_side or "kv"
+        steps = _backward(call, sent_side, arrays, rounded=rounded)
         return base.core_program(call, arrays, steps, backward=True)
 
     def gradients(self, call: Call) -> GradientPlan:
-        """Choose the side that travels in the backward."""
+        """Choose the side that is sent in the backward."""
         if call.gradients is not None:
             return call.gradients
         layout_q, layout_kv = call.layouts
-        travels = choose_traveller(call.spec, layout_q, layout_kv, call.mask, direct=True)
-        return GradientPlan(travels, in_order=False)
+        sent_side = choose_sent_side(call.spec, layout_q, layout_kv, call.mask, direct=True)
+        return GradientPlan(sent_side, in_order=False)
 
 
 def _forward(call: Call) -> Iterator[Op]:
@@ -81,23 +81,23 @@ def _forward(call: Call) -> Iterator[Op]:
 
 
 def _backward(
-    call: Call, travels: Traveller, arrays: dict[str, Array], *, rounded: bool
+    call: Call, sent_side: Side, arrays: dict[str, Array], *, rounded: bool
 ) -> Iterator[Op]:
-    turns = _Turns(call, travels)
+    turns = _Turns(call, sent_side)
     sums = base.sums_of(call.spec, arrays)
     yield ops.Delta(arrays["lse"])
     yield from base.new_sums(sums)
     yield from turns.begin()
-    own_shard = tuple(View(name) for name in SHARD[travels])
+    own_shard = tuple(View(name) for name in SHARD[sent_side])
     own_sums = tuple(View(name) for name in turns.own_sums)
-    yield differentiate(travels, turns.own_tiles, own_shard, own_sums, own=True)
+    yield differentiate(sent_side, turns.own_tiles, own_shard, own_sums, own=True)
     for number, turn in enumerate(turns.turns):
         yield from turns.arrived(number)
         if turns.takes_part(number):
             gradients = turns.gradients
             yield ops.Clear(gradients.received(number), gradients.into[number])
             yield differentiate(
-                travels, turn.tiles, turns.held(number), turns.sums(number), own=False
+                sent_side, turn.tiles, turns.held(number), turns.sums(number), own=False
             )
             yield ops.Free((turns.shards.received(number),))
         yield from turns.add_returned(number - 2)
@@ -111,17 +111,17 @@ def _backward(
 class _Turns:
     """The turns of a call: ops that exchange rows, and ops that return their gradients."""
 
-    def __init__(self, call: Call, travels: Traveller) -> None:
+    def __init__(self, call: Call, sent_side: Side) -> None:
         spec = call.spec
         own = (0, 0)  # no displacement between the holder of a shard and its owner
         self.rank = call.rank
-        self.travels = travels
-        self.turns = call.ranks.turns(travels)
+        self.sent_side = sent_side
+        self.turns = call.ranks.row_exchanges(sent_side)
         self.num = len(self.turns)
-        self.own_tiles = call.ranks.tiles(Grid(1, call.world_size), travels, own)
-        self.own_sums = tuple(f"{name} sum" for name in MOVING[travels])
-        self.shards = _Messages("rows", self.turns, partial(shard_packet, spec, travels))
-        self.gradients = _Messages("sums", self.turns, partial(gradient_packet, spec, travels))
+        self.own_tiles = call.ranks.tiles(Grid(1, call.world_size), sent_side, own)
+        self.own_sums = tuple(f"{name} sum" for name in MOVING[sent_side])
+        self.shards = _Messages("rows", self.turns, partial(shard_packet, spec, sent_side))
+        self.gradients = _Messages("sums", self.turns, partial(gradient_packet, spec, sent_side))
 
     def takes_part(self, number: int) -> bool:
         """Return whether this rank exchanges rows in a turn."""
@@ -129,7 +129,7 @@ class _Turns:
 
     def held(self, number: int) -> tuple[Operand, ...]:
         """Return the tensors that this rank receives in a turn."""
-        return entries(self.shards.received(number), len(SHARD[self.travels]))
+        return entries(self.shards.received(number), len(SHARD[self.sent_side]))
 
     def sums(self, number: int) -> tuple[Operand, ...]:
         """Return the sums for the gradients of these tensors."""
@@ -153,7 +153,7 @@ class _Turns:
             step=number,
             route=turn.hop,
             message=shards.out[number],
-            copies=ops.copies_of_runs(SHARD[self.travels], turn.runs),
+            copies=ops.copies_of_runs(SHARD[self.sent_side], turn.runs),
             send=shards.sent(number),
             recv=shards.received(number),
             receives=shards.into[number],
@@ -200,22 +200,24 @@ class _Turns:
 
 
 class _Messages:
-    """The messages sent and received in every turn, and buffers with room for the longest one.
+    """The messages sent and received in every turn, and buffers of the size of the longest one.
 
     `make` returns the message with a number of rows.
     """
 
-    def __init__(self, name: str, turns: tuple[Turn, ...], make: Callable[[int], Message]) -> None:
+    def __init__(
+        self, name: str, turns: tuple[RowExchange, ...], make: Callable[[int], Message]
+    ) -> None:
         self.out = [make(turn.sent) for turn in turns]
         self.into = [make(turn.received) for turn in turns]
         self._name = name
-        self._room = room_of(*self.out, *self.into)
+        self._nbytes = largest_nbytes(*self.out, *self.into)
 
     def sent(self, number: int) -> Buffer:
-        return Buffer(f"{self._name} out {number}", self._room)
+        return Buffer(f"{self._name} out {number}", self._nbytes)
 
     def received(self, number: int) -> Buffer:
-        return Buffer(f"{self._name} in {number}", self._room)
+        return Buffer(f"{self._name} in {number}", self._nbytes)
 
 
 CODE = Exchange()

@@ -31,7 +31,7 @@ from itertools import accumulate
 from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.messages import Message, packet_of, room_of
+from ring_attn.core.messages import Message, largest_nbytes, packet_of
 from ring_attn.core.program import Array, Buffer, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
 from ring_attn.core.sizes import result_arrays
@@ -192,8 +192,8 @@ class _Exchange:
         own_tails = self._message(arrays, self.own_rows)
         partner_tails = self._message(arrays, self.partner_rows)
         sent, received = (own_tails, partner_tails) if there else (partner_tails, own_tails)
-        send = Buffer(f"{label}: sent", room_of(sent))
-        recv = Buffer(f"{label}: received", room_of(received))
+        send = Buffer(f"{label}: sent", largest_nbytes(sent))
+        recv = Buffer(f"{label}: received", largest_nbytes(received))
         head_before, tail_before = self._halves(there=not there)
         head_after, tail_after = self._halves(there=there)
         yield from pack_and_post(

@@ -3,9 +3,9 @@
     step i    |  post hop i+1  |  compute tiles of step i  |  wait for hop i+1
     rank r       shard ------> r+1                            shard of r-i-1 <------ r-1
 
-Only rows that another rank needs travel. Forward: KV travels; the state (acc, m, l) stays, and is
+Only rows that another rank needs travel. Forward: KV is sent; the state (acc, m, l) stays, and is
 normalised and rounded once, at the end. Backward: delta = rowsum(dO * O) is computed once, and lse
-is global; KV or the Q side travels, whichever costs fewer bytes. Its float32 gradients follow, in a
+is global; KV or the Q side is sent, whichever costs fewer bytes. Its float32 gradients follow, in a
 separate channel, in one of two orders.
 
 Added up: sums of gradients follow the shard one step later, and the owner adds them to its own
@@ -17,7 +17,7 @@ adds the two: so the transfer is hidden.
     rank r+2                        `-> + own --.                 |
     rank r+3                                     `-> + own -------'   home
 
-In order: KV travels, and dK and dV travel with it, from their owner on. Every rank accumulates into
+In order: KV is sent, and dK and dV with it, from their owner on. Every rank accumulates into
 the received dK and dV, so the queries of all ranks are folded in the order of the ring. For a
 causal mask over contiguous shards this is the order of one process: with a backend that folds in
 order the bits are the same at every world size. A step computes dQ while dK and dV are under way,
@@ -46,7 +46,7 @@ If no rank needs a shard at some distance, all ranks skip that distance, so send
 by construction. A window of w positions over contiguous shards of c positions takes ceil(w / c)
 hops, in either direction.
 
-(Ring Attention, Liu et al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv
+(Ring Attention, Liu et al., arXiv 2310.01889; the sent Q side, BurstAttention, arXiv
 2403.09347; the double ring, LoongTrain, arXiv 2406.18485.)
 """
 
@@ -62,11 +62,11 @@ from ring_attn.backends import get_backend
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core import sizes
-from ring_attn.core.messages import Message, room_of
+from ring_attn.core.messages import Message, largest_nbytes
 from ring_attn.core.program import Array, Buffer, Copy, Op, Operand, Program, View
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Named, Strategy
-from ring_attn.core.tiles import Displacement, Grid, StepTiles, Traveller, ring_grid
+from ring_attn.core.tiles import Displacement, Grid, Side, StepTiles, ring_grid
 from ring_attn.strategies import base
 from ring_attn.strategies.base import StrategyCode, differentiate
 from ring_attn.strategies.order import why_not_in_order
@@ -88,7 +88,7 @@ class Ring(StrategyCode):
         return reason
 
     def gradients(self, call: Call) -> GradientPlan:
-        """Choose the side that travels in the backward, and the order of its sums.
+        """Choose the side that is sent in the backward, and the order of its sums.
 
         Sums are made in order only for the same bits at every world size. By the model, on 8 and
         more H100 and A100, they then take 3 % less to 9 % more time within a node, and 3 % less to
@@ -101,23 +101,23 @@ class Ring(StrategyCode):
         if in_order is None:
             in_order = why_not_in_order(call, _why_not_by_arrival) is None
         if in_order:
-            return GradientPlan(travels="kv", in_order=True)
+            return GradientPlan(sent_side="kv", in_order=True)
         layout_q, layout_kv = call.layouts
-        travels = sizes.choose_traveller(call.spec, layout_q, layout_kv, call.mask)
-        return GradientPlan(travels, in_order=False)
+        sent_side = sizes.choose_sent_side(call.spec, layout_q, layout_kv, call.mask)
+        return GradientPlan(sent_side, in_order=False)
 
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
         grid = ring_grid(call.world_size, call.strategy.inner_degree)
         plan = self.gradients(call) if backward else GradientPlan("kv", in_order=False)
-        travels = plan.travels or "kv"
-        steps = _Steps(call, grid, travels, order=call.ranks.order(grid, travels))
+        sent_side = plan.sent_side or "kv"
+        steps = _Steps(call, grid, sent_side, order=call.ranks.order(grid, sent_side))
         arrays = base.input_arrays(call, backward=backward)
         if not backward:
             return base.core_program(call, arrays, _forward(call, steps), backward=False)
         backward_steps = _backward(call, steps, arrays, in_order=plan.in_order, rounded=rounded)
         return base.core_program(call, arrays, backward_steps, backward=True)
 
-    def label(self, strategy: Strategy) -> str:
+    def full_name(self, strategy: Strategy) -> str:
         degree = strategy.inner_degree
         return self.name if degree == 1 else f"double_ring {degree}"
 
@@ -183,7 +183,7 @@ class _Steps:
 
     call: Call
     grid: Grid
-    travels: Traveller
+    sent_side: Side
     order: tuple[Displacement, ...]
 
     @property
@@ -226,15 +226,15 @@ class _Steps:
         """
         if self.num == 1:
             return []
-        make = partial(packet, self.call.spec, self.travels)
-        return self.call.ranks.moving_messages(self.grid, self.travels, make, self.order)
+        make = partial(packet, self.call.spec, self.sent_side)
+        return self.call.ranks.moving_messages(self.grid, self.sent_side, make, self.order)
 
     def tiles(self, index: int) -> StepTiles:
-        return self.call.ranks.tiles(self.grid, self.travels, self.order[index])
+        return self.call.ranks.tiles(self.grid, self.sent_side, self.order[index])
 
     def copies(self, names: tuple[str, ...], *, add: bool = False) -> tuple[Copy, ...]:
-        """Return the copies between a message and the travelling rows of the own tensors."""
-        rows = self.call.ranks.moving(self.grid, self.travels, (0, 0))
+        """Return the copies between a message and the sent rows of the own tensors."""
+        rows = self.call.ranks.moving(self.grid, self.sent_side, (0, 0))
         return tuple(Copy(i, View(name, rows), add=add) for i, name in enumerate(names))
 
     def shard_legs(self, index: int) -> list[_Leg]:
@@ -266,14 +266,14 @@ class _Steps:
 
 
 class _Shards:
-    """The shards of the travelling side: ops before and after each step, and its operands."""
+    """The shards of the side that is sent: ops before and after each step, and its operands."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
-        self._names = sizes.SHARD[steps.travels]
+        self._names = sizes.SHARD[steps.sent_side]
         self._messages = steps.messages(sizes.shard_packet)
-        room = room_of(*self._messages)
-        self._buffers = [Buffer(f"shard {i}", room) for i in range(len(self._messages))]
+        nbytes = largest_nbytes(*self._messages)
+        self._buffers = [Buffer(f"shard {i}", nbytes) for i in range(len(self._messages))]
         self._coming: dict[int, _Leg] = {}
         # A shard's buffer is freed one step after its compute and its sends are done. So the shard
         # after the next one arrives in a third buffer, and does not wait for this step's attention.
@@ -344,7 +344,11 @@ def _backward(
         yield ops.Step(f"step {index}", index)
         yield from shards.before(index)
         work = differentiate(
-            steps.travels, steps.tiles(index), shards.held(index), sums.held(index), own=index == 0
+            steps.sent_side,
+            steps.tiles(index),
+            shards.held(index),
+            sums.held(index),
+            own=index == 0,
         )
         yield from sums.compute(index, work)
         yield from sums.after(index)
@@ -355,14 +359,14 @@ def _backward(
 
 
 class _Sums:
-    """The sums for the gradients of the travelling side: ops of each step."""
+    """The sums for the gradients of the side that is sent: ops of each step."""
 
     def __init__(self, steps: _Steps) -> None:
         self.steps = steps
-        self.names = tuple(f"{name} sum" for name in sizes.MOVING[steps.travels])
+        self.names = tuple(f"{name} sum" for name in sizes.MOVING[steps.sent_side])
         self.messages = steps.messages(sizes.gradient_packet)
-        self.room = room_of(*self.messages)
-        self.buffers = [Buffer(f"sums {i}", self.room) for i in range(steps.num)]
+        self.nbytes = largest_nbytes(*self.messages)
+        self.buffers = [Buffer(f"sums {i}", self.nbytes) for i in range(steps.num)]
 
     def held(self, index: int) -> tuple[Operand, ...]:
         """Return the sums that a step adds to; the first step adds to the rank's own sums."""
@@ -397,7 +401,7 @@ class _InOrder(_Sums):
 
     def __init__(self, steps: _Steps) -> None:
         super().__init__(steps)
-        self._home = Buffer("sums home", self.room)
+        self._home = Buffer("sums home", self.nbytes)
         call = steps.call
         _, layout_kv = call.layouts
         rows_x_heads = max(layout_kv.shard_lens) * call.spec.batch * call.spec.nheads_kv
@@ -467,7 +471,7 @@ class _AddedUp(_Sums):
                 yield from self._land(other.outer)
                 if other.brings == index:
                     yield ops.Add(self.buffers[index], recv, self.messages[index])
-        recv = Buffer(f"received {index}", self.room)
+        recv = Buffer(f"received {index}", self.nbytes)
         yield self.post(leg, recv)
         self._under_way[leg.outer] = leg, recv
 

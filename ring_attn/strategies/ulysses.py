@@ -39,7 +39,7 @@ from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.messages import Packet, Parcels, packet_of, room_of
+from ring_attn.core.messages import Packet, Parcels, largest_nbytes, packet_of
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Program, View
 from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
@@ -298,8 +298,8 @@ class _Exchanges:
         side = "heads" if to_heads else "rows"
         sent = self._message(kinds, all_heads=to_heads)
         received = self._message(kinds, all_heads=not to_heads)
-        send = Buffer(f"sent to {side}", room_of(sent))
-        recv = Buffer(f"received to {side}", room_of(received))
+        send = Buffer(f"sent to {side}", largest_nbytes(sent))
+        recv = Buffer(f"received to {side}", largest_nbytes(received))
         yield ops.Pack(send, sent, self._copies(kinds, all_heads=to_heads))
         is_gradients = kinds[0].name == "dq"
         if is_gradients and self.share.runs:

@@ -170,7 +170,12 @@ EDGE_MASKS: dict[str, Callable[[int], Mask]] = {
 
 
 def masks(seqlen: int) -> dict[str, Mask]:
-    """Return all masks of the table by name, for a number of rows."""
+    """Return all masks of the table by name, for a number of rows.
+
+    Example:
+        >>> masks(5)["causal"].area
+        15
+    """
     return {name: make(seqlen) for name, make in (MASKS | EDGE_MASKS).items()}
 
 
@@ -181,6 +186,10 @@ def layouts_of(layout: str | tuple[str, str] | Layouts, mask: Mask, world_size: 
         layout: a name of `LAYOUTS`, a pair of names, or a pair of layouts.
         mask: mask over the positions of the layouts.
         world_size: number of ranks.
+
+    Example:
+        >>> [x.shard_lens for x in layouts_of("boundaries", Mask(6, 12), 3)]
+        [(4, 0, 2), (3, 0, 9)]
     """
     of_q, of_kv = (layout, layout) if isinstance(layout, str) else layout
     if isinstance(of_q, SequenceLayout) and isinstance(of_kv, SequenceLayout):
@@ -213,6 +222,10 @@ def strategy_of(name: str, world_size: int) -> str | Strategy:
 
     Raises:
         NotImplementedError: the strategy needs a degree, and the world size is prime or 1.
+
+    Example:
+        >>> strategy_of("ring", 4), strategy_of("hybrid ring", 4)
+        ('ring', Strategy(ulysses_degree=2))
     """
     needs_degree = name not in NAMES or NAMES[name].needed
     if name == "auto" or not needs_degree:
@@ -343,6 +356,11 @@ def cases(
         backends: names of backends; None means all that run on this machine's CPU.
         layouts: some of `LAYOUTS`.
         strategies: some of `STRATEGIES`.
+
+    Example:
+        >>> of_ring = cases(backends=["reference"], layouts=["zigzag"], strategies=["ring"])
+        >>> {case.strategy for case in of_ring}
+        {'ring'}
     """
     if backends is None:
         backends = usable_backends("cpu")
@@ -393,7 +411,12 @@ def _pairs(case: Case) -> set[object]:
 
 
 def usable_backends(device: str) -> tuple[str, ...]:
-    """Return the backends that support at least one dtype on this type of device."""
+    """Return the backends that support at least one dtype on this type of device.
+
+    Example:
+        >>> "reference" in usable_backends("cpu")
+        True
+    """
     prefix = f"{device} "
     usable = []
     for backend, reasons in backend_reasons().items():

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -344,7 +344,9 @@ def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> It
         wrong: set[int] = set()  # columns
         for (number, changed_name), new in changes.items():
             if changed_name == name:
-                differs = (new != twin.forwards[number].values(name)).any(0)  # (columns,)
+                right = twin.forwards[number].values(name)
+                assert right is not None, "changes replace only inputs that the twin has"
+                differs = (new != right).any(0)  # (columns,)
                 wrong |= set(differs.nonzero().flatten().tolist())
         if not wrong:
             continue
@@ -360,12 +362,9 @@ def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> It
 
 def _inputs_of_ranks(
     names: Sequence[str], twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]
-) -> dict[tuple[Any, ...], Tensor]:
-    """Return a change of the twin that puts inputs of all ranks in the columns that they hold.
-
-    Any: as in `Change`.
-    """
-    changes: dict[tuple[Any, ...], Tensor] = {}
+) -> dict[tuple[int, str], Tensor]:
+    """Return a change of the twin that puts inputs of all ranks in the columns that they hold."""
+    changes: dict[tuple[int, str], Tensor] = {}
     for rank, number, twin_number, columns in held:
         for name in names:
             given = ranks[rank].forwards[number].values(name)

@@ -89,6 +89,10 @@ def random_sinks(
 
     The first sink is so low that its weight is 0. All values are exact in bfloat16, so that no
     dtype of a call rounds them.
+
+    Example:
+        >>> random_sinks(3).shape
+        torch.Size([3])
     """
     generator = torch.Generator().manual_seed(seed)
     sinks = 2.0 * torch.randn(nheads, generator=generator, dtype=torch.float64)
@@ -102,6 +106,11 @@ def poisoned_empty() -> Iterator[None]:
 
     So code that reads memory before writing it fails always, and not only sometimes. Integers get
     bytes of 0xFF, so that a uint8 buffer is NaN in every floating-point dtype.
+
+    Example:
+        >>> with poisoned_empty():
+        ...     torch.empty(2)
+        tensor([nan, nan])
     """
     makers: dict[object, tuple[str, ...]] = {
         torch: ("empty", "empty_like", "empty_strided"),

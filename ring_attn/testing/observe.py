@@ -188,7 +188,9 @@ class _Observer(TorchFunctionMode):
         parameters = self._record(x for group in groups for x in group["params"])
         self.recorded -= {id(parameter) for parameter in parameters}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in (Tensor.backward, torch.autograd.backward):
             self.ended = self.backward = True

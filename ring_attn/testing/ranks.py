@@ -147,7 +147,15 @@ def run_all_ranks(
 
 
 def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
-    """Run `ring_attention` with this rank's shards of a case, over the default process group."""
+    """Run `ring_attention` with this rank's shards of a case, over the default process group.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> case = ring_attn.testing.Case("causal", seqlen=16)
+        >>> result = ring_attn.testing.run_rank(case)
+        >>> result.tensors[0].shape[1]  # rows of out
+        8
+    """
     group = dist.group.WORLD
     assert group is not None
     (q, k, v, dout), options = arguments_of(case, dist.get_world_size(), dist.get_rank(), device)
@@ -194,13 +202,28 @@ def arguments_of(
 def put_together(
     case: Case, ranks: Sequence[RankResult], device: torch.device | str = "cpu"
 ) -> AllRanks:
-    """Combine the results of all ranks, given in rank order; `device` computes the oracle."""
+    """Combine the results of all ranks, given in rank order; `device` computes the oracle.
+
+    Example:
+        >>> case = Case("causal", seqlen=16)
+        >>> ranks = run_calls(calls_of(case, 2), case.build_inputs(), case.build_layouts(2))
+        >>> put_together(case, ranks).failures
+        []
+    """
     whole = whole_of(ranks, case.build_layouts(len(ranks)))
     return AllRanks(case, whole, tuple(rank.sent for rank in ranks), str(device))
 
 
 def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
-    """Return the results of the whole sequence; dsinks is the sum over the ranks."""
+    """Return the results of the whole sequence; dsinks is the sum over the ranks.
+
+    Example:
+        >>> case = Case("causal", seqlen=16)
+        >>> layouts = case.build_layouts(2)
+        >>> ranks = run_calls(calls_of(case, 2), case.build_inputs(), layouts)
+        >>> whole_of(ranks, layouts).out.shape[1]
+        16
+    """
     layout_q, layout_kv = layouts
     out, lse, dq, dk, dv, *dsinks = zip(*(rank.tensors for rank in ranks), strict=True)
     return Expected(
@@ -217,6 +240,11 @@ def expected(case: Case, device: str = "cpu") -> tuple[Expected, Expected]:
     """Return the results of the oracle and of plain PyTorch for a case; cached.
 
     They are computed on `device`, and are on the CPU.
+
+    Example:
+        >>> oracle, plain = expected(Case("causal", seqlen=16, dtype="bfloat16"))
+        >>> oracle.out.dtype, plain.out.dtype
+        (torch.float64, torch.bfloat16)
     """
     # Cases that differ only in these fields share the results.
     key = replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None)
@@ -266,6 +294,13 @@ def run_calls(
 
     Returns:
         The results in rank order.
+
+    Example:
+        >>> case = Case("causal", seqlen=16)
+        >>> layouts = case.build_layouts(2)
+        >>> ranks = run_calls(calls_of(case, 2), case.build_inputs(), layouts)
+        >>> [rank.tensors[0].shape[1] for rank in ranks]  # rows of out
+        [8, 8]
     """
 
     def work(rank: int, transport: LocalTransport) -> RankResult:

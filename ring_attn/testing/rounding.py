@@ -28,7 +28,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from ring_attn.core.oracle import Verdict, distance, largest
 from ring_attn.torch_private import TorchDispatchMode
 
 T = TypeVar("T")
+
+# Arguments of an operator of torch. Any: they have any types, as have operators and results.
+Values: TypeAlias = tuple[Any, ...]
 
 aten = torch.ops.aten
 
@@ -118,7 +121,9 @@ class RandomRounding(TorchDispatchMode):
         self._generator = torch.Generator().manual_seed(seed)
         self._drawn: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Values = (), kwargs: Any = None
+    ) -> Any:
         if func in MATRIX_PRODUCTS:
             args = self._in_another_order(args)
         out = func(*args, **(kwargs or {}))
@@ -127,7 +132,7 @@ class RandomRounding(TorchDispatchMode):
                 self._move(x)
         return out
 
-    def _in_another_order(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _in_another_order(self, args: Values) -> Values:
         """Permute the terms of the sums of a matrix product."""
         *others, a, b = args
         if type(a) is not Tensor or type(b) is not Tensor:  # a DTensor has shards of the sums
@@ -171,7 +176,7 @@ def _makes_new_results(func: Any) -> bool:
     return func.namespace == "aten" and not aliases
 
 
-def _rounds(func: Any, args: tuple[Any, ...], out: Any) -> bool:
+def _rounds(func: Any, args: Values, out: Any) -> bool:
     """Return whether an operator rounds its results."""
     if func is aten._to_copy.default:  # rounds if the new dtype has fewer bits
         return eps_of(out) > eps_of(args[0])
@@ -227,6 +232,13 @@ def check_rounded(name: str, got: Tensor, oracle: Tensor, noisy: Sequence[Tensor
     Raises:
         ValueError: shapes differ, or there is no noisy run.
         TypeError: dtypes of `got` and `noisy` differ.
+
+    Example:
+        >>> import torch
+        >>> x = torch.rand(100)
+        >>> noisy = noisy_runs(lambda: x.exp().sum())
+        >>> check_rounded("sum", x.exp().sum(), x.double().exp().sum(), noisy).ok
+        True
     """
     if len(noisy) == 0:
         raise ValueError(f"{name} needs results of noisy runs, got none: call noisy_runs")

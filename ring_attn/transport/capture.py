@@ -20,14 +20,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ring_attn.transport import streams
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Call(threading.local):
@@ -45,14 +46,14 @@ def captures(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def a_call(function: F) -> F:
+def a_call(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function on the GPU of its first tensor, and note whether a graph captures it.
 
     So code that knows no tensor, such as the choice of a backend, asks the right GPU.
     """
 
     @wraps(function)
-    def call(*args: object, **keywords: object) -> Any:
+    def call(*args: P.args, **keywords: P.kwargs) -> T:
         given = (x.device for x in (*args, *keywords.values()) if isinstance(x, Tensor))
         device = next(given, torch.device("cpu"))
         with streams.on(device):
@@ -62,7 +63,7 @@ def a_call(function: F) -> F:
             finally:
                 _call.is_captured = before
 
-    return cast(F, call)
+    return call
 
 
 def is_on() -> bool:

@@ -13,15 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.torch_private import flattened, is_traced_as_constant
+from ring_attn.torch_private import flattened, group_by_name, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_number, check_type
-from ring_attn.values.compiling import remembered
+from ring_attn.values.compiling import cached
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
 # gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name. Operators get the name, because graphs hold no groups."""
+    return group_by_name(name)
 
 
 def check_group(group: Group) -> dist.ProcessGroup:
@@ -121,7 +126,7 @@ def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
         _check_backend(dist.get_backend_config(group), device.type)
 
 
-@remembered
+@cached
 def _check_backend(backend: str, device_type: str) -> None:
     names = dict(part.split(":") for part in backend.split(",") if ":" in part)
     name = names.get(device_type, backend)

@@ -304,6 +304,7 @@ class P2PTransport(Transport):
             is_first=marks or row is not None,
         )
 
+    # `Any`: torch's class of gloo has no types.
     def _send_tagged(self, gloo: Any, batch: Batch) -> list[Started]:
         call = self._shared.calls.current
         assert call is not None, "a call has begun"
@@ -329,7 +330,7 @@ class P2PTransport(Transport):
         headers, nccl = self._shared.calls.headers, channel.communicator
         # Each rank sends a chunk to, and receives one from, each other rank.
         sent = received = (self.world_size - 1) * min(send.nbytes, recv.nbytes)
-        operation: tuple[Any, ...]
+        operation: tuple[Any, ...]  # torch's classes of NCCL have no types
         if route.op == "all_gather":
             operation = nccl._allgather_base, recv, send
         elif route.op == "reduce_scatter":
@@ -507,7 +508,7 @@ def reporting(group: object) -> Iterator[None]:
     except BaseException as error:
         process_group = None
         with suppress(Exception):
-            process_group = groups.check_group(cast(Any, group))
+            process_group = groups.check_group(cast(groups.Group, group))
         if process_group is not None:
             rank_group(process_group).refuse_call(error)
         raise

@@ -34,20 +34,20 @@ def kept(compute: Callable[[S], T]) -> T:
     return cast(T, property(get, doc=compute.__doc__))
 
 
-def remembered(check: Callable[P, T]) -> Callable[P, T]:
+def cached(check: Callable[P, T]) -> Callable[P, T]:
     """Cache the results of a function that depends only on its arguments.
 
     It is `functools.lru_cache`, but dynamo can trace through it: while dynamo traces, the function
     runs at each call. It also runs at each call for arguments that cannot be hashed.
     """
-    cached = lru_cache(maxsize=1024, typed=True)(check)
+    with_cache = lru_cache(maxsize=1024, typed=True)(check)
 
     @wraps(check)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
             return check(*args, **kwargs)
         try:
-            return cached(*args, **kwargs)  # type: ignore[arg-type]
+            return with_cache(*args, **kwargs)  # type: ignore[arg-type]
         except TypeError:  # an argument has no hash, or the function refuses an argument
             pass
         return check(*args, **kwargs)

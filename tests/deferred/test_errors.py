@@ -60,8 +60,10 @@ def compared(results: Results, right: Results) -> tuple[set[int], set[int]]:
         for rank, some in enumerate(results)
         if not all(x.equal(right[rank][name]) for name, x in some.items() if name != "differs")
     }
-    told = {r for r, some in enumerate(results) if "differs" not in some or some["differs"].any()}
-    return wrong, told
+    reported = {
+        r for r, some in enumerate(results) if "differs" not in some or some["differs"].any()
+    }
+    return wrong, reported
 
 
 def sweep(strategy: str, every: int, orders: int) -> int:
@@ -78,8 +80,8 @@ def sweep(strategy: str, every: int, orders: int) -> int:
         program = Program(ranks)
         assert program.races() == [], number
         for seed in range(orders):
-            wrong, told = compared(program.run(at_random(seed)), right)
-            assert wrong <= told, (number, seed, wrong, told)
+            wrong, reported = compared(program.run(at_random(seed)), right)
+            assert wrong <= reported, (number, seed, wrong, reported)
     return tried
 
 
@@ -113,11 +115,11 @@ def test_channels_are_aborted_one_after_the_other(check: bool) -> None:
         ranks[FAILING] = record_rank(FAILING, RANKS, failing, last)
         if failing.inside:
             program, tried = Program(ranks), tried + 1
-            wrong, told = compared(program.run(cut_off(program, "shards", 0)), right)
+            wrong, reported = compared(program.run(cut_off(program, "shards", 0)), right)
         if wrong or tried == 10:
             break
     assert wrong, "no order has wrong gradients"
-    assert (wrong <= told) == check, (wrong, told)
+    assert (wrong <= reported) == check, (wrong, reported)
 
 
 def test_an_error_leaves_no_wrong_result() -> None:

@@ -67,7 +67,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # for another rank gives up somewhat earlier.
 TIMEOUT = 120.0
 GROUP_TIMEOUT = 100.0
-# The time limit of a call whose failure must be told before its limit: a rank that waits for the
+# The limit of a call whose failure must be reported before its limit: a rank that waits for the
 # limit hangs.
 FAR = 1000.0
 # Seconds that the other ranks get once a rank has failed: they soon fail too, or wait in vain.

@@ -126,13 +126,13 @@ def test_the_planner_hears_of_nodes() -> None:
 
 @on_ranks(2)
 def test_debug_tells_an_error_of_one_rank_to_the_others() -> None:
-    """Rank 1 raises when "auto" checks the whole call; rank 0 is told of rank 1's error."""
+    """Rank 1 raises when "auto" checks the whole call; rank 0 gets rank 1's error."""
     q = torch.randn(1, 8 - dist.get_rank(), 4, 8)
     documents = torch.tensor([0, 16], dtype=torch.int32)
-    error, told = ((RuntimeError, "rank 1 has refused by ValueError|7"), (ValueError, "7"))[
+    error, reported = ((RuntimeError, "rank 1 has refused by ValueError|7"), (ValueError, "7"))[
         dist.get_rank()
     ]
-    with mock.patch.dict(os.environ, RING_ATTN_DEBUG="1"), refused(error, told):
+    with mock.patch.dict(os.environ, RING_ATTN_DEBUG="1"), refused(error, reported):
         ring_attn.ring_attention(
             q[0], q[0], q[0], cu_seqlens=documents, group=dist.new_group(), strategy="auto"
         )

@@ -242,8 +242,8 @@ ATTENTION: list[Bad] = [
 ]
 
 if importlib.util.find_spec("flash_attn") is None:
-    told = "backend='flash_attn'|pip install 'ring-attn[flash]'|usable here"
-    BACKENDS.append(refused_with(ImportError)(told, backend="flash_attn"))
+    reported = "backend='flash_attn'|pip install 'ring-attn[flash]'|usable here"
+    BACKENDS.append(refused_with(ImportError)(reported, backend="flash_attn"))
 
 
 DECODE: list[Bad] = [
@@ -375,8 +375,8 @@ def test_good_arguments_run() -> None:
 @pytest.mark.parametrize("call", [ATTEND, WHOLE, SYNC], ids=lambda call: call.func.__name__)
 def test_no_process_group(call: partial[object]) -> None:
     assert not dist.is_initialized()
-    told = "no process group|init_process_group|torchrun"
-    assert_refused(call, state_error(told))
+    reported = "no process group|init_process_group|torchrun"
+    assert_refused(call, state_error(reported))
 
 
 def test_bad_tensors_without_a_process_group() -> None:

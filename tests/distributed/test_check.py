@@ -58,7 +58,7 @@ def syncs(_: dist.ProcessGroup, x: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("then", [checks, syncs])
-def test_a_last_call_that_differs_is_told(
+def test_a_last_call_that_differs_is_reported(
     fresh_ranks: Callable[..., Any], then: Callable[..., object]
 ) -> None:
     """On every rank: those that met no other call hear of it from those that did."""

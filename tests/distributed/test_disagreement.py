@@ -66,18 +66,18 @@ def check(strategy: str, odd_rank: int, names: Iterable[str]) -> None:
                 run = partial(call, group, **how | DIFFERENT[name][odd])
             else:
                 run = partial(do, group, HAPPENED[name][odd], **how)
-        told = everyone(ended(run))
+        reported = everyone(ended(run))
         dist.destroy_process_group(group)
-        asked = strategy == "auto" or "rows" in name
-        if asked and all(one.error is ValueError for one in told):
+        planned = strategy == "auto" or "rows" in name
+        if planned and all(one.error is ValueError for one in reported):
             continue  # the ranks raised before they sent anything
-        assert all(one.error is RuntimeError for one in told), (strategy, name, told)
+        assert all(one.error is RuntimeError for one in reported), (strategy, name, reported)
         # On a busy machine ranks may not even meet in time, which also raises on all of them;
         # test_failures tests how rings are formed.
-        met = not any("could not form the ring" in one.text for one in told)
+        met = not any("could not form the ring" in one.text for one in reported)
         if name != "late" and met:
-            # Some rank has seen the reason, and told the others.
-            assert all("call differs" in one.text for one in told), (strategy, name, told)
+            # Some rank has seen the reason, and reported it to the others.
+            assert all("call differs" in one.text for one in reported), (strategy, name, reported)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -121,16 +121,16 @@ def test_layouts_with_one_text_differ(strategy: str) -> None:
     layout = OTHER_LONG if odd else LONG
     assert str(LONG) == str(OTHER_LONG)
     x = torch.ones(1, layout.shard_len(dist.get_rank()), 4, 8)
-    for told in ("", f"global rank {ODD} has another "):
+    for reported in ("", f"global rank {ODD} has another "):
         group = dist.new_group()
         runs = {
             "decode": partial(tree_decode, x[:, :2], x, x, layout=layout, group=group),
             "halo": partial(halo, x, layout, 1, group=group),
             "unshard": partial(unshard, x, layout, group=group),
         }
-        with debug("1" if told else None):
+        with debug("1" if reported else None):
             got = ended(runs.get(strategy, partial(call, group, strategy=strategy, layout=layout)))
-        assert got.error is (ValueError if told else RuntimeError) and told in got.text, got
+        assert got.error is (ValueError if reported else RuntimeError) and reported in got.text, got
     if strategy == "halo":
         group = dist.new_group()
         shape = (1, 6, 8) if odd else (2, 6, 4)
@@ -142,7 +142,7 @@ def test_layouts_with_one_text_differ(strategy: str) -> None:
 
 @pytest.mark.parametrize("formed", [True, False])
 @on_ranks(WORLD_SIZE)
-def test_a_refusal_is_told_at_once(formed: bool) -> None:
+def test_a_refusal_is_reported_at_once(formed: bool) -> None:
     """The others need not wait for the timeout, though the refusing rank makes no other call.
 
     At the first call of a group, here behind one that all refuse, they wait for its connections.
@@ -231,7 +231,7 @@ def test_a_rank_that_skips_a_step(steps: tuple[int, ...]) -> None:
 
 
 @on_ranks(WORLD_SIZE)
-def test_every_rank_is_told_who_differs_in_what() -> None:
+def test_every_rank_reports_who_differs_in_what() -> None:
     stats = open_p2p(dist.group.WORLD, TransportOptions(timeout=TIMEOUT)).stats  # type: ignore[arg-type]
     before = stats.messages
     for name, arguments in DIFFERENT.items():

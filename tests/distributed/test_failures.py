@@ -71,7 +71,7 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("ring_attn.transport.ranks.links.connect_gloo", "no more sockets"),
         ("torch.distributed.ProcessGroupGloo", "rank 1 has given up: no more sockets"),
@@ -79,14 +79,14 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
     ids=["leaves its call", "cannot connect"],
 )
 @on_ranks(3)
-def test_a_rank_that_fails_while_the_ring_is_formed(name: str, told: str) -> None:
-    """The others, which have met it and wait for its connections, are told."""
+def test_a_rank_that_fails_while_the_ring_is_formed(name: str, reported: str) -> None:
+    """The others, which have met it and wait for its connections, get the error."""
     group, error = dist.new_group(), RuntimeError("no more sockets")
     fails = dist.get_rank() == 1
     with mock.patch(name, side_effect=error) if fails else nullcontext():
         end = ended(lambda: layer(group=group))
     assert end.error is RuntimeError, end
-    assert told in end.text, end
+    assert reported in end.text, end
 
 
 @on_ranks(3)
@@ -162,7 +162,7 @@ def test_who_holds_up_a_peer(waits: dict[int, int | None], held_up: list[int]) -
     assert Notes(store, "here", 0).waits(1) == held_up
 
 
-def test_the_first_rank_to_fail_is_the_one_that_is_told() -> None:
+def test_the_first_rank_to_fail_is_the_one_that_is_reported() -> None:
     notes = [Notes(dist.HashStore(), "here", 0)]
     notes.append(Notes(notes[0]._store, "here", 1))
     assert [one.write_failure(f"error {i}") for i, one in enumerate(notes)] == [True, False]

@@ -74,7 +74,7 @@ KILLED = Cell("killed", "ring", "forward")
 RIGHT = StepEnd(Ended(None, "it ran", 0.1), right=True, usual_s=0.1)
 
 
-def told(
+def reported(
     text: str = "global rank {} died",
     *,
     right: bool = True,
@@ -87,15 +87,15 @@ def told(
 @pytest.mark.parametrize(
     ("fault", "end", "outcome"),
     [
-        ("killed", told(), "reported"),
-        ("killed", told(right=False), "WRONG"),
-        ("killed", told(took_s=17.1), "HANG"),
-        ("killed", told(took_s=17.1, usual_s=0.2), "reported"),  # on a busy machine
-        ("killed", told("global rank 3 left"), "UNNAMED"),
+        ("killed", reported(), "reported"),
+        ("killed", reported(right=False), "WRONG"),
+        ("killed", reported(took_s=17.1), "HANG"),
+        ("killed", reported(took_s=17.1, usual_s=0.2), "reported"),  # on a busy machine
+        ("killed", reported("global rank 3 left"), "UNNAMED"),
         ("killed", RIGHT, "NOT REPORTED"),
         ("memory", RIGHT, "NOT HIT"),
         ("restarted", RIGHT, "right"),
-        ("restarted", told(), "NOT REPORTED"),
+        ("restarted", reported(), "NOT REPORTED"),
     ],
 )
 def test_ends_are_judged(fault: str, end: StepEnd, outcome: str) -> None:

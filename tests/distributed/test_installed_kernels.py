@@ -44,10 +44,17 @@ class Kernel(NamedTuple):
 
 def of_fla(torch_function: Any) -> Callable[..., Any]:
     def chunk(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-        initial_state: Tensor | None = None, output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         assert q.dtype == k.dtype == v.dtype != torch.float32, "fla takes 16 bits only"
         assert initial_state is None or initial_state.dtype == torch.float32
         assert scale is None and cu_seqlens is None
@@ -61,12 +68,22 @@ def of_fla(torch_function: Any) -> Callable[..., Any]:
 
 def scan_of_mamba2(torch_function: Any) -> Callable[..., Any]:
     def mamba_chunk_scan_combined(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
-        D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
-    ) -> Any:  # fmt: skip
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+    ) -> Any:
         assert z is None and seq_idx is None and cu_seqlens is None and initial_states is None
         return torch_function(
             x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
@@ -78,10 +95,17 @@ def scan_of_mamba2(torch_function: Any) -> Callable[..., Any]:
 
 def scan_of_mamba1(torch_function: Any) -> Callable[..., Any]:
     def selective_scan_fn(
-        u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
         return_last_state: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Its text: the gradient of the last state is not considered in the backward pass."""
         options = {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
         out, end = torch_function(u, delta, A, B, C, return_last_state=True, **options)
@@ -93,10 +117,15 @@ def scan_of_mamba1(torch_function: Any) -> Callable[..., Any]:
 
 def convolution(torch_function: Any) -> Callable[..., Any]:
     def causal_conv1d_fn(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
-        initial_states: Tensor | None = None, return_final_states: bool = False,
-        final_states_out: Tensor | None = None, activation: str | None = None,
-    ) -> Any:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        return_final_states: bool = False,
+        final_states_out: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Any:
         assert seq_idx is None and initial_states is None and not return_final_states
         return torch_function(x, weight, bias, activation=activation)
 

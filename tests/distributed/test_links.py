@@ -207,10 +207,14 @@ def test_a_late_exchange_is_named() -> None:
         assert channel.overdue() is None
         for step in range(4):
             channel.run(step, 2, mock.Mock(), (), calls[step // 2])
-        late = channel.overdue(60.0)
-        assert late is None and not any(end.query.called for end in ends)
-        late = channel.overdue()
-        assert late is not None and (late.step, late.channel, late.peer) == (0, "gradients", 6)
+        overdue = channel.overdue(60.0)
+        assert overdue is None and not any(end.query.called for end in ends)
+        overdue = channel.overdue()
+        assert overdue is not None and (overdue.step, overdue.channel, overdue.peer) == (
+            0,
+            "gradients",
+            6,
+        )
         ends[0].query.return_value = True
         assert channel.overdue().step == 1
         calls[0].result.fill_(0)
@@ -230,11 +234,11 @@ def test_the_watch_names_step_peer_and_channel() -> None:
     assert shared.connection.notes is not None
     texts = []
     if rank == 0:
-        late = Posted(3, "shards", 1, time.monotonic() - 47.0, mock.Mock(), mock.Mock())
+        overdue = Posted(3, "shards", 1, time.monotonic() - 47.0, mock.Mock(), mock.Mock())
         # Only the medium of this group: the watch looks at other groups meanwhile.
         with (
             mock.patch.object(failure.logger, "error") as said,
-            mock.patch.object(shared.connection.links["cpu"], "overdue", lambda: late),
+            mock.patch.object(shared.connection.links["cpu"], "overdue", lambda: overdue),
         ):
             shared.failure.poll()
         texts.append(said.call_args.args[1])
@@ -269,5 +273,5 @@ def test_headers_where_there_are_no_tags(ranks: Pools, strategy: str) -> None:
     """The device compares headers; at the next call a host raises if they differed."""
     ends = ranks(WORLD_SIZE).run(after_other_sinks, strategy)
     assert {end.error for end in ends} == {RuntimeError}, ends
-    told = "messages of another call" if ranks.queued else "failed before"
-    assert any(told in end.text for end in ends), ends
+    reported = "messages of another call" if ranks.queued else "failed before"
+    assert any(reported in end.text for end in ends), ends

@@ -10,16 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import SequenceLayout, Strategy, masks, ring_attention
+from ring_attn import SequenceLayout, Strategy, ring_attention
 from ring_attn.core.layout import LAYOUTS
 from tests.cold import assert_compiles
 from tests.distributed.pool import everyone, on_ranks
+from tests.masks import REDUCED
 from tests.refusals import refused
 
 SEQLEN, HEADDIM, SCALE = 45, 16, 0.3
-SPANS = masks.spans(SEQLEN, [(3, 9), (20, 33)])
-NOTHING = masks.from_slices(SEQLEN, SEQLEN, [])
-MASKS = (masks.causal(SEQLEN), masks.window(SEQLEN, 5, 0), SPANS, NOTHING)
 
 
 def strategies(world_size: int) -> list[Strategy]:
@@ -45,7 +43,9 @@ def greatest(backend: str, heads: int, heads_kv: int) -> None:
     norms = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
     bound = (HEADDIM + 4) * torch.finfo(torch.float32).eps * SCALE * float(norms)
     sinks = torch.full((heads,), 50.0)  # sinks are not scores
-    for (s, strategy), (m, mask) in product(enumerate(strategies(world_size)), enumerate(MASKS)):
+    for (s, strategy), (m, mask) in product(
+        enumerate(strategies(world_size)), enumerate(REDUCED.values())
+    ):
         if not (whole or s == m):
             continue
         layout = SequenceLayout.from_name(LAYOUTS[(s + m) % len(LAYOUTS)], SEQLEN, world_size)

@@ -284,8 +284,8 @@ def test_replays_of_different_graphs_are_found_at_the_next_check() -> None:
     ]
     check(group)
     graphs[dist.get_rank()].replay()
-    told = everyone(ended(partial(check, group)))
-    assert all(map(is_told, told)), told
+    reported = everyone(ended(partial(check, group)))
+    assert all(map(is_reported, reported)), reported
     del graphs
     dist.destroy_process_group(group)
 
@@ -303,7 +303,7 @@ DIFFERENCES = (
 )
 
 
-def is_told(end: Ended) -> bool:
+def is_reported(end: Ended) -> bool:
     """Whether a call ended by an error about other ranks."""
     return end.error is not None and issubclass(end.error, RuntimeError)
 
@@ -325,13 +325,13 @@ def test_ranks_that_differ_raise_by_the_next_check(strategy: str) -> None:
             run = partial(call, group, **how | DIFFERENT[name][odd])
         else:
             run = partial(do, group, HAPPENED[name][odd], **how)
-        told = everyone(ended(partial(called_and_checked, run, group)))
+        reported = everyone(ended(partial(called_and_checked, run, group)))
         dist.destroy_process_group(group)
-        assert all(map(is_told, told)), (name, told)
+        assert all(map(is_reported, reported)), (name, reported)
         # Also of ranks that wait for the others' first backward.
         words = "messages of another call" if streams.are_used(device()) else "call differs"
-        named = all(words in one.text for one in told)
-        assert named or name == "backward left out", (name, told)
+        named = all(words in one.text for one in reported)
+        assert named or name == "backward left out", (name, reported)
 
 
 # -- ranks that fail
@@ -403,7 +403,7 @@ def test_a_rank_that_fails_ends_the_others(ranks: Pools, part: str, fault: str) 
             assert ranks.nccl is not None and by_watchdog, text
             return
     assert all(end is None or end.error is not None for end in ends), ends
-    assert is_told(ends[1 - VICTIM]), ends
+    assert is_reported(ends[1 - VICTIM]), ends
 
 
 @pytest.mark.slow

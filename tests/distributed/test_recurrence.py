@@ -205,7 +205,7 @@ def test_a_decay_that_does_not_fit_is_refused_before_anything_is_sent(
 
 @pytest.mark.gloo
 @on_ranks(2)
-def test_ranks_whose_states_differ_in_shape_are_told() -> None:
+def test_ranks_whose_states_differ_in_shape_are_reported() -> None:
     layout, group = SequenceLayout.zigzag(8, 2), dist.new_group()
     own = {name: layout.shard(t, dist.get_rank()) for name, t in inputs(8).items()}
     with refused(RuntimeError, "shapes of decay and state"):

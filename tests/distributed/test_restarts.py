@@ -113,16 +113,16 @@ def start_again(victims: tuple[int, ...]) -> tuple[float, list[Ended]]:
 def test_groups_made_anew_with_the_old_store(ranks: Pools) -> None:
     victims = (1, 0, 2)
     with ranks.fresh(3) as pool:
-        told_by_victims(pool, victims)
+        reported_by_victims(pool, victims)
         assert pool.close() == [0, 0, 0]
 
 
-def told_by_victims(pool: Pool, victims: tuple[int, ...]) -> None:
+def reported_by_victims(pool: Pool, victims: tuple[int, ...]) -> None:
     """Every start without a victim ends by an error that names the victim, every other one runs."""
     for rank, (timeout, ends) in enumerate(pool.run(start_again, victims)):
         errors = [None if end.error is None else end.text for end in ends]
-        told = [one for one in errors if one is not None]
-        assert len(ends) == 5 and len(told) == 2, errors
+        reported = [one for one in errors if one is not None]
+        assert len(ends) == 5 and len(reported) == 2, errors
         away = [victim for victim in victims if victim != rank]
-        for victim, text in zip(away, told, strict=True):
+        for victim, text in zip(away, reported, strict=True):
             assert f"ranks [{victim}] did not arrive within {timeout:g} s" in text, text

@@ -37,7 +37,7 @@ def test_one_rank_names_the_missing_ones_for_all(missing: tuple[int, ...]) -> No
 def test_a_late_rank_states_the_whole_time_limit() -> None:
     """A rank that waits for the lead to open a meeting has less of its time left for the others."""
     ended = simulate(3, 5.0, lambda rank: (2.0, 0.0, 0.0)[rank], missing=(2,))
-    told = [one.why for one in ended]
-    assert all("global ranks [2] did not arrive within 5 s" in why for why in told), told
+    reported = [one.why for one in ended]
+    assert all("global ranks [2] did not arrive within 5 s" in why for why in reported), reported
     assert max(one.requests for one in ended) <= MAX_REQUESTS
     assert max(one.longest for one in ended) <= LONGEST_KEY

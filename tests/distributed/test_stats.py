@@ -66,8 +66,9 @@ def measured_as_planned(kind: str, strategy: str | Strategy) -> None:
     layouts, mask = case.build_layouts(world_size), case.build_mask()
     call, measured = make_call(resolved, spec, layouts, mask, rank), stats()
     for figures, seconds, backward in (
-        (measured.forward, middle - start, False), (measured.backward, end - middle, True)
-    ):  # fmt: skip
+        (measured.forward, middle - start, False),
+        (measured.backward, end - middle, True),
+    ):
         got = adding_up(figures, seconds)
         counts = planned(program_of(call, backward=backward))
         assert (got.bytes_sent, got.messages) == counts

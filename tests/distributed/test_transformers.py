@@ -51,7 +51,7 @@ class How(NamedTuple):
     Attributes:
         padded: there is padding at the end.
         computed_again: activation checkpointing runs the ring again in the backward; the layout
-            travels with the call, and differs from the registered layout.
+            is sent with the call, and differs from the registered layout.
         cuts: a single row of documents with these ends.
         restarts: positions start at 0 in each document.
     """
@@ -362,11 +362,14 @@ def test_a_rank_alone_with_a_part_of_the_padding_is_named() -> None:
     mask = torch.ones(2, SEQLEN, dtype=torch.int64)
     mask[0, -2:] = 0
     whole = "of the whole sequence, (2, 83), got (2, 41): pass the whole tensors on every rank, as "
-    error, told = RuntimeError, "rank 1 has refused by ValueError: attention_mask and token_type"
+    error, reported = (
+        RuntimeError,
+        "rank 1 has refused by ValueError: attention_mask and token_type",
+    )
     if rank == 1:
-        error, told = ValueError, f"{whole}ring_attn.shard_batch does with attention_mask"
+        error, reported = ValueError, f"{whole}ring_attn.shard_batch does with attention_mask"
     with register(dist.new_group()):
         model = make_model("llama", "ring_attn")
         part = shard_batch({"input_ids": make_batch(SEQLEN)["input_ids"]}, layout, rank)
-        with refused(error, told):
+        with refused(error, reported):
             model(**part, attention_mask=layout.shard(mask, rank), sequence_layout=layout)

@@ -28,7 +28,7 @@ def test_every_implementation_is_measured(
 
 
 @pytest.mark.dist
-def test_what_cannot_run_is_told(report_of: Any) -> None:
+def test_what_cannot_run_is_reported(report_of: Any) -> None:
     words = "--mode fwd --heads 1 --head-dim 16 --iters 2 --layout striped --seqlen 256"
     rows = {row["impl"]: row for row in report_of(f"bench ring {words}")["rows"]}
     assert rows["ours"]["median_ms"] > 0 and rows["dense"]["median_ms"] > 0

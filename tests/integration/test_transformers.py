@@ -140,10 +140,12 @@ def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
 )
 def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rule: Rule) -> None:
     theirs = made_mask(make, "eager", **dict(options) | {"position_ids": None})[:, 0] == 0
-    told = made_mask(make, **dict(options))
+    reported = made_mask(make, **dict(options))
     needs_one = any(x is PADDING or x is BLOCKS or x is IMAGES for x in options.values())
-    assert (told is not None) == needs_one
-    rows, beyond = (told.rows, told.beyond_windows) if told else (((12, ()),) * 2, False)
+    assert (reported is not None) == needs_one
+    rows, beyond = (
+        (reported.rows, reported.beyond_windows) if reported else (((12, ()),) * 2, False)
+    )
     seen = mask_of(12, rows, rule, None, beyond).dense()
     for row, one in enumerate(theirs.expand(2, -1, -1)):
         real, a = rows[row][0], row * 12

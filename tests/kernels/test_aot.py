@@ -145,9 +145,9 @@ def test_exponentials_overlap_where_a_wait_leaves_a_product(left: str, exposed: 
 def test_a_loop_may_spill_as_often_as_its_kind_may(loop: Loop, kind: str) -> None:
     report = replace(GOOD, loops=(loop,))
     others = {name: 2 for name in PLACES if name != kind}
-    for allowed, told in ((2, 0), (1, 1)):
+    for allowed, reported in ((2, 0), (1, 1)):
         expected = Limits(**others, **{kind: allowed})
-        assert len(failures(report, "sm_90", expected)) == told
+        assert len(failures(report, "sm_90", expected)) == reported
 
 
 OVERLAPPING = Loop(0, products=1, around=False, exponentials=66)
@@ -163,7 +163,7 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
 
 
 @pytest.mark.parametrize(
-    ("found", "arch", "expected", "told"),
+    ("found", "arch", "expected", "reported"),
     [
         ({}, "sm_100", {}, None),
         (
@@ -204,10 +204,10 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
     ],
 )
 def test_rules(
-    found: dict[str, Any], arch: str, expected: dict[str, Any], told: str | None
+    found: dict[str, Any], arch: str, expected: dict[str, Any], reported: str | None
 ) -> None:
     texts = failures(replace(GOOD, **found), arch, Limits(**expected))
-    assert texts == () if told is None else len(texts) == 1 and told in texts[0]
+    assert texts == () if reported is None else len(texts) == 1 and reported in texts[0]
 
 
 TTGIR = """

@@ -33,7 +33,7 @@ from tests.kernels.calls import (
 )
 from tests.kernels.ptx import launching
 from tests.kernels.test_blackwell import DTYPES, SMALL, unfinished_products
-from tests.kernels.test_hopper import MASKS
+from tests.masks import ON_A_GRID
 
 pytestmark = [in_interpreter, needs_sm_100]
 TWO_STAGES = {dim: replace(one, num_stages=2) for dim, one in configs.ONE_PASS["sm_100"].items()}
@@ -59,9 +59,9 @@ def attend(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", ON_A_GRID)
 def test_masks(name: str) -> None:
-    mask, number = MASKS[name], list(MASKS).index(name)
+    mask, number = ON_A_GRID[name], list(ON_A_GRID).index(name)
     inputs = grouped(mask, (64, 128)[number % 2], dtype=DTYPES[number // 2 % 2])
     assert_holds(attend(inputs, [whole(mask)], seed=number), *expect(inputs, mask))
 

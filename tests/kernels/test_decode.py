@@ -23,6 +23,7 @@ from tests import caches as cache
 from tests.bounds import assert_close, assert_holds, expect, same_bits
 from tests.kernels import calls
 from tests.kernels.calls import DEVICE, DTYPES, inputs_for
+from tests.masks import DECODING
 
 SHORT = 128  # of parts, in tests
 
@@ -31,19 +32,6 @@ SHORT = 128  # of parts, in tests
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 128 columns, so that a few hundred keys are several."""
     monkeypatch.setattr(decode, "LEAST_PART", SHORT)
-
-
-MASKS = {
-    "one query": Mask(1, 700, causal=True, window_size=(500, -1)),
-    "few queries": Mask(5, 613, causal=True),
-    "few queries, no mask": Mask(3, 257),
-    "window": Mask(2, 700, causal=True, window_size=(300, -1)),
-    "window of one block": Mask(4, 513, causal=True, window_size=(7, -1)),
-    "window on both sides": Mask(9, 300, window_size=(140, 3)),
-    "one key": Mask(1, 1, causal=True),
-    "queries that see nothing": Mask(7, 3, causal=True),
-    "documents": Mask(9, 400, False, (-1, -1), (0, 2, 5, 9), (0, 20, 150, 400)),
-}
 
 
 def run(inputs: Inputs, mask: Mask, scale: float = 0.3, softcap: float = 0.0) -> dict[str, Tensor]:
@@ -67,11 +55,11 @@ def check(
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (20, 1), (6, 2)], ids=str)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", DECODING)
 @pytest.mark.sweep(2)
 def test_against_float64(name: str, heads: tuple[int, int]) -> None:
     """Takes dtypes, softcap, and keys and values without a stride of 1 in turn."""
-    mask, turn = MASKS[name], list(MASKS).index(name) + heads[0] // 2
+    mask, turn = DECODING[name], list(DECODING).index(name) + heads[0] // 2
     inputs = inputs_for(
         mask, nheads=heads[0], nheads_kv=heads[1], headdim=20, dtype=DTYPES[turn % len(DTYPES)]
     )

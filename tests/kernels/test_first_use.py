@@ -219,7 +219,7 @@ def test_a_case_that_has_passed_is_not_run_again(cases: list[Use]) -> None:
     assert len(cases) == 2
 
 
-def test_a_case_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_use, "proof", lambda use: [GOOD, BAD])
     reason = again()
     assert reason is not None and str(BAD) in reason and str(GOOD) not in reason
@@ -336,7 +336,7 @@ def test_bytes_that_are_no_text_cost_a_proof(cases: list[Use]) -> None:
 
 
 @pytest.mark.parametrize("broken", ["a file", "read-only", "full", "no home"])
-def test_a_folder_that_cannot_be_written_costs_proofs_and_is_told_once(
+def test_a_folder_that_cannot_be_written_costs_proofs_and_is_reported_once(
     broken: str, cases: list[Use], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
@@ -354,8 +354,8 @@ def test_a_folder_that_cannot_be_written_costs_proofs_and_is_told_once(
         warnings.simplefilter("always")
         assert again() is None and again() is None
     assert len(cases) == 2
-    (told,) = [str(one.message) for one in caught]
-    assert "XDG_CACHE_HOME" in told and "RING_ATTN_FIRST_USE=always" in told
+    (reported,) = [str(one.message) for one in caught]
+    assert "XDG_CACHE_HOME" in reported and "RING_ATTN_FIRST_USE=always" in reported
     assert [path for path in notes() if path != home] == []
 
 

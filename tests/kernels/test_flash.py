@@ -22,7 +22,7 @@ from ring_attn.kernels import flash_bwd, flash_fwd
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import StepTable
 from ring_attn.testing import Inputs, random_qkv
-from tests.bounds import MASKS, assert_computes, assert_holds, expect, run, whole
+from tests.bounds import assert_computes, assert_holds, expect, run, whole
 from tests.kernels import toys
 from tests.kernels.calls import (
     DEVICE,
@@ -38,6 +38,7 @@ from tests.kernels.calls import (
     portable,
     same,
 )
+from tests.masks import TABLE
 
 # -- against float64; test_options.py draws any options over any masks
 
@@ -46,7 +47,7 @@ LARGE_LOGITS = {"large_logits": True}
 SINKS = torch.tensor([-torch.inf, 3.0], device=DEVICE)
 # Mask, sizes, scores.
 CASES: dict[str, tuple[Mask, dict[str, Any], dict[str, Any]]] = {
-    **{name: (mask, {}, {}) for name, mask in MASKS.items()},
+    **{name: (mask, {}, {}) for name, mask in TABLE.items()},
     "three dims of a head": (CAUSAL, {"headdim": 24, "headdim_v": 3}, {}),
     "128 and 5 dims": (CAUSAL, {"headdim": 128, "headdim_v": 5}, {}),
     "192 and 128 dims": (CAUSAL, {"headdim": 192, "headdim_v": 128}, {}),
@@ -54,8 +55,8 @@ CASES: dict[str, tuple[Mask, dict[str, Any], dict[str, Any]]] = {
     "small scale": (CAUSAL, {}, {"scale": 1e-3}),
     "logits of 1e4": (CAUSAL, LARGE_LOGITS, {"scale": 10.0}),
     "logits of 1e4, capped": (CAUSAL, LARGE_LOGITS, {"scale": 10.0, "softcap": 2.0}),
-    "rows that see a sink or nothing": (MASKS["keys unseen"], {"nheads": 2}, {"sinks": SINKS}),
-    "low cap": (MASKS["empty rows"], {}, {"softcap": 0.05}),
+    "rows that see a sink or nothing": (TABLE["keys unseen"], {"nheads": 2}, {"sinks": SINKS}),
+    "low cap": (TABLE["empty rows"], {}, {"softcap": 0.05}),
 }
 
 
@@ -113,7 +114,7 @@ def test_what_a_step_does_not_hold_is_not_read() -> None:
 )
 @pytest.mark.sweep(2)
 def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -> None:
-    mask, config = MASKS[name], blocks(32, 32)
+    mask, config = TABLE[name], blocks(32, 32)
     # The order of a group's heads is part of the bits, but not that of groups (`l2_bytes`): K and V
     # of a head (97 columns, 16 dims, float32) are 12 KB.
     group = {"nheads": 4, "nheads_kv": 2} if name == "causal" else {}
@@ -136,7 +137,7 @@ def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -
 def steps_by_name() -> dict[str, tuple[Step, Tensor]]:
     """(tiles, visible pairs) of steps of every kind."""
     found = {
-        name: (whole(MASKS[name]), MASKS[name].dense())
+        name: (whole(TABLE[name]), TABLE[name].dense())
         for name in ("full", "causal", "wide window", "window causal", "documents", "longer kv")
     }
     found["whole blocks"] = whole(Mask(64, 96)), Mask(64, 96).dense()

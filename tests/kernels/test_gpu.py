@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ring_attn.attention import drivers
-from ring_attn.attention.decode import next_rank
 from ring_attn.backends.rates import ONE_PASS_KV_HEADS
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.cache import next_rank
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -36,6 +36,7 @@ from ring_attn.testing import (
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_holds, expect, run, whole
 from tests.kernels.calls import DEVICE, cut_keys, frozen, inputs_for, same
+from tests.masks import LAUNCHED, LONG
 
 Configs = dict[str, Config]
 
@@ -49,14 +50,6 @@ ARCHITECTURE = configs.architecture(torch.device("cuda")) if CUDA else "sm_90"
 
 HEADDIMS = (64, 128, 256)
 REPEATS = 100
-
-# Ragged lengths, whole blocks, and windows and documents within them.
-CASES = {
-    "causal": Mask(1000, 1000, causal=True),
-    "full": Mask(1024, 1024),
-    "window": Mask(900, 1024, window_size=(100, 50)),
-    "documents": Mask(1000, 1000, True, (-1, -1), (0, 100, 600, 1000), (0, 100, 600, 1000)),
-}
 
 
 def gluon(headdim: int, config: Config) -> Configs:
@@ -84,13 +77,13 @@ def changed(given: Configs, **changes: int) -> TritonBackend:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAUNCHED)
 @pytest.mark.parametrize(("headdim", "given"), KERNELS.values(), ids=KERNELS)
 def test_every_config_against_float64(
     headdim: int, given: Configs, name: str, dtype: torch.dtype
 ) -> None:
     """One launch of each kernel is right, and two that continue each other have the same bits."""
-    mask = CASES[name]
+    mask = LAUNCHED[name]
     inputs = inputs_for(mask, headdim=headdim, dtype=dtype, nheads=8, nheads_kv=2)
     once = run(TritonBackend(given), inputs, [whole(mask)])
     assert_holds(once, *expect(inputs, mask))
@@ -165,18 +158,11 @@ def test_offsets_beyond_32_bits() -> None:
 # -- every strategy; the ranks are in this process, and the local transport copies on the device
 
 WORLD_SIZE = 4
-DOCUMENTS = (0, 300, 300, 1100, 1999)
-MASKS = {
-    "causal": Mask(1999, 1999, causal=True),
-    "full": Mask(2048, 2048),
-    "window": Mask(1999, 1999, causal=True, window_size=(300, -1)),
-    "documents": Mask(1999, 1999, True, (-1, -1), DOCUMENTS, DOCUMENTS),
-}
 HEADS = Heads(8, 2, 128, 128)
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("name", STRATEGIES[:-1])  # "auto" needs processes
 def test_every_strategy_holds_and_repeats(name: str, mask: Mask, backend: str) -> None:
     layout = "contiguous" if name == "q_exchange" else "zigzag"

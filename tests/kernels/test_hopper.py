@@ -23,7 +23,6 @@ from ring_attn import backends
 from ring_attn.backends.rates import PORTABLE, attained, rates_of
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.backends.triton_support import TRITON_OF_SM_100
-from ring_attn.core import masks
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.kernels import configs, gluon_guard, hopper_fwd
@@ -33,7 +32,6 @@ from ring_attn.kernels.step_table import transposed
 from ring_attn.kernels.triton_release import RELEASE
 from ring_attn.kernels.turn_table import TurnTable, make_turn_table
 from ring_attn.testing import Expected, Inputs, random_sinks
-from tests.bounds import MASKS as SMALL_MASKS
 from tests.bounds import assert_holds, expect, run, visible_pairs, whole
 from tests.kernels.calls import (
     Step,
@@ -45,38 +43,12 @@ from tests.kernels.calls import (
     same,
 )
 from tests.kernels.ptx import launching
+from tests.masks import ON_A_GRID, TABLE
 
 CPU = torch.device("cpu")
 SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
-DOCUMENTS = (0, 40, 160, 257)
 
-# Cuts on or off the grid of 32 columns, one block or several, fewer rows than a consumer has.
-MASKS = {
-    "full": Mask(257, 257),
-    "whole blocks": Mask(128, 96),
-    "causal": Mask(257, 257, causal=True),
-    "causal, whole blocks": Mask(256, 256, causal=True),
-    "one row": Mask(1, 1, causal=True),
-    "one row, many keys": Mask(1, 113),
-    "half a block": Mask(63, 63, causal=True),
-    "less than a block": Mask(97, 97, causal=True),
-    "a bit more than half": Mask(113, 113),
-    "longer kv": Mask(63, 113, causal=True),
-    "rows that see nothing": Mask(257, 63, causal=True),
-    "window": Mask(257, 257, window_size=(40, 30)),
-    "causal window": Mask(257, 257, causal=True, window_size=(70, -1)),
-    "two documents": Mask(256, 256, True, (-1, -1), (0, 128, 256), (0, 128, 256)),
-    "documents": Mask(257, 257, True, (-1, -1), DOCUMENTS, DOCUMENTS),
-    "spans": masks.spans(257, [(30, 140), (200, 211)], left=150),
-    "sink window": masks.sink_window(257, 5, 70),
-    "bands": masks.from_slices(
-        257, 257, [(0, 257, 0, 257, lo, hi) for lo, hi in ((-200, -40), (-9, -5), (0, 130))]
-    ),
-    "documents of other lengths": Mask(
-        257, 150, True, (30, -1), (0, 20, 130, 257), (0, 33, 33, 150)
-    ),
-}
-ALL_MASKS = SMALL_MASKS | MASKS
+ALL_MASKS = TABLE | ON_A_GRID
 
 
 def attend(
@@ -170,10 +142,11 @@ QUICK = ("documents of other lengths",)
 
 @in_interpreter
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x not in QUICK)]
+    "name",
+    [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in ON_A_GRID if x not in QUICK)],
 )
 def test_masks(name: str) -> None:
-    mask, number = MASKS[name], list(MASKS).index(name)
+    mask, number = ON_A_GRID[name], list(ON_A_GRID).index(name)
     inputs = grouped(mask, (64, 128)[number % 2])
     assert_holds(attend(inputs, [whole(mask)], seed=number), *expect(inputs, mask))
 
@@ -323,15 +296,15 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     gluon_guard.gluon_missing.cache_clear()
 
 
-def test_each_name_that_triton_lacks_is_told(guarded: pytest.MonkeyPatch) -> None:
+def test_each_name_that_triton_lacks_is_reported(guarded: pytest.MonkeyPatch) -> None:
     used = [pair for x in kernels_in_gluon() for pair in gluon_guard.used_names(sys.modules[x])]
     names = dict.fromkeys([*imported_names(), *used])
     assert len(names) > 40 and {name for _, name in names} >= {"mbarrier", "NVMMASharedLayout"}
     for owner, name in names:
         with guarded.context() as context:
             without(context, owner, name)
-            told = gluon_guard.gluon_missing() or gluon_guard.gluon_missing("sm_100")
-            assert told is not None and name in told
+            reported = gluon_guard.gluon_missing() or gluon_guard.gluon_missing("sm_100")
+            assert reported is not None and name in reported
 
 
 @pytest.mark.parametrize("name", ["gluon", "PaddedSharedLayout"])

@@ -28,17 +28,11 @@ from tests.bounds import assert_holds, expect, run, whole
 from tests.kernels.calls import cut_keys, cut_rows, frozen, grouped, in_interpreter, needs_sm_100
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, NotWaited, OutOfBounds, Race
+from tests.masks import EXECUTED
 
 pytestmark = in_interpreter
 
-ROWS = 193
-# Whole blocks, blocks of all kinds, and scores that are capped, with sinks.
 CAPPED = "causal, capped"
-MASKS = {
-    "full": Mask(192, 256),
-    "documents": Mask(ROWS, ROWS, True, (-1, -1), (0, 40, 170, ROWS), (0, 40, 170, ROWS)),
-    CAPPED: Mask(ROWS, ROWS, causal=True),
-}
 # Kernels of sm_80 and sm_90, of which sm_90 has some in Gluon; and sm_90's portable kernels.
 KERNELS = ("sm_80", "sm_90", "sm_90 portable")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,7 +56,7 @@ def slow(*values: object) -> object:
 
 def cases() -> Iterator[object]:
     """All kernels, masks, head dims; dtypes, and one or three steps, in turn."""
-    for i, (headdim, name, kernels) in enumerate(product((64, 128), MASKS, KERNELS)):
+    for i, (headdim, name, kernels) in enumerate(product((64, 128), EXECUTED, KERNELS)):
         several = i % 2 == 0
         case = (kernels, name, list(DTYPES)[i // 2 % 2], headdim, several)
         quick = headdim == 64 and name == "documents" and kernels == "sm_80"
@@ -76,7 +70,7 @@ def cases() -> Iterator[object]:
 def test_forward_and_backward(
     kernels: str, name: str, dtype: str, headdim: int, several: bool
 ) -> None:
-    mask = MASKS[name]
+    mask = EXECUTED[name]
     inputs = grouped(mask, headdim, dtype=DTYPES[dtype])
     scores: dict[str, Any] = {"softcap": 5.0, "sinks": random_sinks(2)} if name == CAPPED else {}
     # One step, or a first, a middle and a last one.

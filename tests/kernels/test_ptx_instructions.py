@@ -336,7 +336,7 @@ REDUCED = [
 
 
 @pytest.mark.parametrize(
-    ("body", "threads", "expected", "told"),
+    ("body", "threads", "expected", "reported"),
     [
         *REFUSED,
         *REDUCED,
@@ -352,11 +352,11 @@ REDUCED = [
     ],
 )
 def test_faults_and_missing_fences(
-    body: str, threads: int, expected: type[Fault] | int, told: str
+    body: str, threads: int, expected: type[Fault] | int, reported: str
 ) -> None:
     if isinstance(expected, int):
         assert run(body, threads) == expected
     else:
         with pytest.raises(expected) as found:
             run(body, threads)
-        assert found.type is expected and told in str(found.value)
+        assert found.type is expected and reported in str(found.value)

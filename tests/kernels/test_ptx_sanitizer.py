@@ -69,15 +69,15 @@ def test_what_is_left_out_is_found(left_out: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_out", "told"),
+    ("left_out", "reported"),
     [
         ("wait full", "outstanding writes"),
         pytest.param("wait empty", "outstanding reads", marks=pytest.mark.slow),
     ],
 )
-def test_the_sanitizer_finds_waits_left_out(left_out: str, told: str) -> None:
+def test_the_sanitizer_finds_waits_left_out(left_out: str, reported: str) -> None:
     fault, _, _ = sum_blocks(left_out, "consan")
-    assert isinstance(fault, AssertFailed) and told in str(fault)
+    assert isinstance(fault, AssertFailed) and reported in str(fault)
 
 
 @pytest.mark.slow

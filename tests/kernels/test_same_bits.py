@@ -146,7 +146,7 @@ def test_the_bits_of_one_process(
         (2, "zigzag", {"strategy": "ring"}, {"out", "dq", "dk", "dv"}),
         (2, "zigzag", {"strategy": "all_gather"}, {"out", "dq", "dk", "dv"}),
         (2, boundaries(0, 200, 512), {"strategy": "ring"}, {"out", "dq", "dk", "dv"}),
-        # Gradients that are added up. In a ring the Q side travels if each query head has a KV
+        # Gradients that are added up. In a ring the Q side is sent if each query head has a KV
         # head, and KV if there are fewer.
         (2, None, {"strategy": "all_gather", "same_bits": False}, {"dk", "dv"}),
         (4, None, {"same_bits": False}, {"dq"}),

@@ -24,7 +24,7 @@ from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.kernels.launch import Launch
 from ring_attn.testing import Inputs
-from tests.bounds import MASKS, assert_holds, expect, run, whole
+from tests.bounds import assert_holds, expect, run, whole
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
@@ -36,6 +36,7 @@ from tests.kernels.calls import (
     same,
 )
 from tests.kernels.test_aot import run_compiling
+from tests.masks import TABLE
 
 SPEC = AttentionSpec(DEVICE, torch.float16, 1, 4, 2, 64, 64)
 
@@ -173,8 +174,8 @@ def test_in_a_new_process_it_asks_for_the_interpreter_itself() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "empty rows", "no keys"])
-def test_steps_of_which_none_is_told_to_be_the_last(name: str) -> None:
-    mask = MASKS[name]
+def test_steps_of_which_none_is_marked_as_the_last(name: str) -> None:
+    mask = TABLE[name]
     inputs = inputs_for(mask)
     cuts = (16, 32) if mask.seqlen_k else ()
     got = run(get_backend("triton"), inputs, cut_keys(mask, *cuts), say_last=False)
@@ -182,7 +183,7 @@ def test_steps_of_which_none_is_told_to_be_the_last(name: str) -> None:
 
 
 def test_the_last_launch_lets_go_of_the_state() -> None:
-    mask = MASKS["causal"]
+    mask = TABLE["causal"]
     q, k, v, _ = inputs_for(mask)
     backend, (first, last) = get_backend("triton"), cut_keys(mask, 32)
     state = backend.new_state(q, 16)
@@ -194,7 +195,7 @@ def test_the_last_launch_lets_go_of_the_state() -> None:
 
 def test_strides_that_mean_nothing() -> None:
     """Takes a column of a parameter as sinks, and rows of one element with gaps between them."""
-    mask = MASKS["causal"]
+    mask = TABLE["causal"]
     inputs = inputs_for(mask, nheads=3, headdim=1)
     column = torch.tensor([[1.0, 9.0], [2.0, 9.0], [-1.0, 9.0]], device=DEVICE)[:, 0]
     strided = Inputs(*(torch.cat((x, x), -1)[..., :1] for x in inputs))
@@ -222,7 +223,7 @@ def test_nothing_to_do(batch: int, rows: int, keys: int, sinks: tuple[float, ...
 
 
 def test_backward_is_its_two_halves_in_place() -> None:
-    mask = MASKS["causal"]
+    mask = TABLE["causal"]
     q, k, v, dout = inputs_for(mask)
     backend, scores = get_backend("triton"), Scores(0.25)
     args = BackwardInputs(q, k, v, dout, *torch.zeros(2, 1, 1, 97, device=DEVICE)), whole(mask)
@@ -242,7 +243,7 @@ def test_backward_is_its_two_halves_in_place() -> None:
 @pytest.mark.parametrize("name", ["causal", "documents"])
 def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short blocks keep the bits of dk and dv, and are not used if the caller names a config."""
-    mask, long, short = MASKS[name], blocks(64, 64), blocks(64, 32)
+    mask, long, short = TABLE[name], blocks(64, 64), blocks(64, 32)
     inputs = inputs_for(mask, nheads=4, nheads_kv=2, dtype=DTYPES[-1])
     monkeypatch.setattr("ring_attn.kernels.configs.few_programs", lambda *_: short)
     patched_select(monkeypatch, long)
@@ -263,7 +264,7 @@ def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.Monk
 
 
 def test_tables_are_made_once_for_a_plan_and_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask, backend = MASKS["documents"], TritonBackend()
+    mask, backend = TABLE["documents"], TritonBackend()
     inputs, steps = inputs_for(mask), cut_keys(mask, 32, 64)
     first = run(backend, inputs, steps)
     kept = dict(backend._launches.tables)

@@ -13,7 +13,6 @@ from ring_attn.core.mask import Mask
 from ring_attn.kernels import configs, tuned
 from ring_attn.kernels.configs import Config
 from ring_attn.testing import Expected, Inputs
-from tests.bounds import MASKS as SMALL_MASKS
 from tests.bounds import assert_holds, expect, run, whole
 from tests.kernels.calls import (
     DTYPES,
@@ -26,7 +25,7 @@ from tests.kernels.calls import (
     inputs_for,
 )
 from tests.kernels.ptx import launching
-from tests.kernels.test_hopper import MASKS
+from tests.masks import ON_A_GRID, TABLE
 
 pytestmark = in_interpreter
 
@@ -38,14 +37,14 @@ def attend(inputs: Inputs, steps: list[Step], config: Config) -> Expected:
     return run(TritonBackend({"one_pass": config}), inputs, steps)
 
 
-@pytest.mark.parametrize("name", SMALL_MASKS)
+@pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize(
     "dtype", [DTYPES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DTYPES[1:])]
 )
 @pytest.mark.sweep(2)
 def test_masks(name: str, dtype: torch.dtype) -> None:
     """Every mask has one of the shapes of blocks, grouped heads, and a head dim that is padded."""
-    mask, number = SMALL_MASKS[name], list(SMALL_MASKS).index(name)
+    mask, number = TABLE[name], list(TABLE).index(name)
     inputs = inputs_for(mask, nheads=2, nheads_kv=1 + number % 2, headdim=24, dtype=dtype, batch=2)
     got = attend(inputs, [whole(mask)], blocks(*SHAPES[number % 3]))
     assert_holds(got, *expect(inputs, mask))
@@ -94,7 +93,7 @@ def test_executed_in_any_order(arch: str) -> None:
 @pytest.mark.parametrize("name", ["documents of other lengths", "bands", "spans", "sink window"])
 def test_executed_masks(name: str) -> None:
     """Blocks of kv rows have several runs, of the same rows or of some of them."""
-    mask = MASKS[name]
+    mask = ON_A_GRID[name]
     inputs = grouped(mask, 128)
     with launching.executing("sm_80", 3):
         got = attend(inputs, [whole(mask)], configs.ONE_PASS["sm_80"][128])

@@ -88,9 +88,18 @@ def softmax_kernel(
 
 @triton.jit
 def _attend(
-    state, q, k_desc, v_desc, first, scale, begin, end, rows,
-    BLOCK_N: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+    state,
+    q,
+    k_desc,
+    v_desc,
+    first,
+    scale,
+    begin,
+    end,
+    rows,
+    BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """Folds columns [begin, end) of a head, whose rows in k and v begin at `first`."""
     acc, l_i, m_i = state
     for start in range(begin, end, BLOCK_N):

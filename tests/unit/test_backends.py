@@ -26,7 +26,8 @@ from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import MaskKind, Tile
 from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from tests import emulated_cuda
-from tests.bounds import MASKS, assert_holds, expect, painted, run, visible_pairs, whole
+from tests.bounds import assert_holds, expect, painted, run, visible_pairs, whole
+from tests.masks import TABLE
 
 PACKAGES = {
     "flash_attn": emulated_cuda.FlashAttn2,
@@ -93,7 +94,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, name: str) -> emulated_cuda.Torch
     return operators
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("mask", TABLE.values(), ids=TABLE)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.sweep(5)
 def test_every_mask(name: str, mask: Mask, operators: emulated_cuda.TorchOnCuda | None) -> None:
@@ -101,7 +102,7 @@ def test_every_mask(name: str, mask: Mask, operators: emulated_cuda.TorchOnCuda 
     kind = name.split(",")[0]
     names, caps = [*SIZES], CAPS.get(kind, SOFTCAPS)
     used: list[Tile] = []
-    for turn, cut in enumerate(2 * CUTS, 5 * list(MASKS.values()).index(mask)):
+    for turn, cut in enumerate(2 * CUTS, 5 * list(TABLE.values()).index(mask)):
         sizes, cap = names[turn % len(names)], caps[turn % len(caps)]
         inputs, sinks, oracle, plain = case(mask, sizes, cap, turn % 3 == 1)
         tiles = grid(mask, *cut)

@@ -216,17 +216,17 @@ def test_long_sequences_are_searched_in_part(
 @settings(reproducible, max_examples=200)
 @given(st.integers(0, 60), st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 4))
 def test_no_rank_holds_more_than_it_can(seqlen: int, free: list[int], bytes_per_token: int) -> None:
-    room = [one // bytes_per_token for one in free]
-    if seqlen > sum(room):
+    capacity = [one // bytes_per_token for one in free]
+    if seqlen > sum(capacity):
         with pytest.raises(ValueError, match=rf"seqlen {seqlen} at {bytes_per_token} bytes .*"):
             by_memory(seqlen, free, bytes_per_token)
         return
     layout = by_memory(seqlen, free, bytes_per_token)
     assert layout.seqlen == seqlen
-    for rows, most in zip(layout.shard_lens, room, strict=True):
+    for rows, most in zip(layout.shard_lens, capacity, strict=True):
         assert rows <= most
         # Within a row of its share of the whole rows that all ranks can hold.
-        assert abs(rows - seqlen * most / max(sum(room), 1)) < 1
+        assert abs(rows - seqlen * most / max(sum(capacity), 1)) < 1
 
 
 @reproducible

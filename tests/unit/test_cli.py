@@ -269,11 +269,11 @@ def test_run_ranks_returns_results_of_all(
 ) -> None:
     """Launches keep their order unless the environment says otherwise."""
     monkeypatch.undo()  # in spawned processes, as outside of tests
-    for told, order in ((None, "1"), ("0", "0")):
-        if told is None:
+    for reported, order in ((None, "1"), ("0", "0")):
+        if reported is None:
             monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
         else:
-            monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", told)
+            monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", reported)
         results = run_ranks(facts_of_rank, 2, threads=1, device="cpu")
         assert results == [(0, 2, 1, order), (1, 2, 1, order)]
 

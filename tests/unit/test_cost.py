@@ -1,4 +1,4 @@
-"""Numbers of a call: bytes by hand, the cheaper side travels, a rank's share of the sequence."""
+"""Numbers of a call: bytes by hand, the cheaper side is sent, a rank's share of the sequence."""
 
 import math
 from functools import partial
@@ -9,15 +9,15 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.sizes import choose_traveller, flops
+from ring_attn.core.sizes import choose_sent_side, flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Side
 from ring_attn.strategies.q_exchange import exchanged_layout
 from ring_attn.testing import LAYOUTS, Sent
 from tests.unit.test_programs import MASKS, calls_of, sent, spec_of
 
-TRAVELLERS: tuple[Traveller, ...] = ("q", "kv")
+SIDES: tuple[Side, ...] = ("q", "kv")
 
 
 def test_bytes_of_a_ring_step_by_step() -> None:
@@ -52,7 +52,7 @@ def test_bytes_of_ulysses() -> None:
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_side_with_fewer_bytes_travels(dtype: torch.dtype, kind: str) -> None:
-    """Bytes are summed over all ranks; KV travels on a tie."""
+    """Bytes are summed over all ranks; KV is sent on a tie."""
     chosen = set()
     sizes = cycle(product((1, 2, 3), (8, 32, 128), (1, 2, 4, 8)))
     for mask, world_size in product(MASKS.values(), (1, 2, 6)):
@@ -60,13 +60,13 @@ def test_the_side_with_fewer_bytes_travels(dtype: torch.dtype, kind: str) -> Non
         spec = spec_of(8, nheads_kv, dtype, headdim, headdim)
         strategy = Strategy(inner_degree=math.gcd(degree, world_size))
         nbytes = {}
-        for side in TRAVELLERS:
+        for side in SIDES:
             calls = calls_of(strategy, mask, kind, world_size, spec, (side, False))
             nbytes[side] = sum(one.nbytes for one in sent(calls, backward=True))
         layouts = calls[0].layouts
-        travels = choose_traveller(spec, *layouts, mask)
-        assert travels == ("q" if nbytes["q"] < nbytes["kv"] else "kv"), (spec, layouts, mask)
-        chosen.add(travels)
+        sent_side = choose_sent_side(spec, *layouts, mask)
+        assert sent_side == ("q" if nbytes["q"] < nbytes["kv"] else "kv"), (spec, layouts, mask)
+        chosen.add(sent_side)
     assert chosen == {"q", "kv"}
 
 
@@ -105,9 +105,14 @@ def test_flops_count_each_headdim() -> None:
     ],
 )
 def test_vectors(
-    given: tuple[int, ...], local_len: int, start: int, end: int, saving: float, steps: int,
+    given: tuple[int, ...],
+    local_len: int,
+    start: int,
+    end: int,
+    saving: float,
+    steps: int,
     nbytes: int,
-) -> None:  # fmt: skip
+) -> None:
     rank, world_size, seqlen, hidden_size, nheads = given
     layout, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen)
     (segment,) = layout.segments(rank)

@@ -25,6 +25,10 @@ NEED_RANKS = [
     "ring_attn.models.batch.unshard",
     "ring_attn.models.logprobs.token_logprobs",
     "ring_attn.sequence.halo.roll",
+    "ring_attn.sequence.recurrence.causal_conv",
+    "ring_attn.sequence.recurrence.linear_attention",
+    "ring_attn.sequence.recurrence.recurrence",
+    "ring_attn.testing.ranks.run_rank",
     "ring_attn.sequence.halo.halo",
 ]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ring_attn import Mask, SequenceLayout, Strategy, TransportOptions, masks
-from ring_attn.attention.decode import _planned
-from ring_attn.attention.operators import _make_call
+from ring_attn.attention.decode import planned_call
+from ring_attn.attention.operators import requested_call
 from ring_attn.call import checked_options
 from ring_attn.core.facts import digest, facts, shown
 from ring_attn.core.mask import Slice
@@ -71,7 +71,7 @@ def agreed(request: dict[str, Any] = REQUEST, spec: AttentionSpec = SPEC, **othe
     shapes = (*q, spec.headdim), (*kv, spec.headdim), (*kv, spec.headdim_v)
     tensors = torch.device(spec.device_type), spec.dtype, *shapes, spec.sinks
     options = checked_options(**request | {"softcap": spec.softcap, "max_logits": spec.max_logits})
-    return _make_call(options.text, 0, 2, tensors, *given.values())[1].digest
+    return requested_call(options.text, 0, 2, tensors, *given.values())[1].digest
 
 
 def with_field(value: Any, name: str, other: Any) -> Any:
@@ -109,7 +109,7 @@ def test_every_field_of_a_request_to_decode_is_agreed_on_or_excused() -> None:
     ) -> bytes:
         layout = SequenceLayout.contiguous(8, 2)
         values = {"seqlen_q": rows[0], "mask": None, "layout": layout}
-        return _planned(spec, checked_options(**request), several=False, **values)[1].digest
+        return planned_call(spec, checked_options(**request), several=False, **values)[1].digest
 
     excused = {
         "softcap": "it is a field of the spec, too",

@@ -78,8 +78,8 @@ def test_the_store_of_ranks_listens_on_the_loopback() -> None:
 def test_each_dependency_has_its_row() -> None:
     """CONTRIBUTING.md says why a package is there, and who keeps it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    needed = {re.split(r"[^\w.-]", one)[0] for one in asked} - {"ring-attn"}
+    declared = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    needed = {re.split(r"[^\w.-]", one)[0] for one in declared} - {"ring-attn"}
     rows = (ROOT / "CONTRIBUTING.md").read_text().split("## Dependencies")[1].split("\n## ")[0]
     cells = [line.split("|")[1:4] for line in rows.splitlines() if line.startswith("| ")][1:]
     assert {name.strip() for names, _, _ in cells for name in names.split(",")} == needed

@@ -204,17 +204,17 @@ def test_flex_attention_is_refused_compiled_or_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "told", "refused"),
+    ("backend", "reported", "refused"),
     [("triton", False, False), ("aten", False, True), ("aten", True, False)],
 )
-def test_deterministic_is_promised_or_refused(backend: str, told: bool, refused: bool) -> None:
+def test_deterministic_is_promised_or_refused(backend: str, reported: bool, refused: bool) -> None:
     """Depends, on simulated CUDA, on the backend and on torch's deterministic setting."""
     qkv = (mock.Mock(device=torch.device("cuda")),) * 3
     options = flash_attn.Options(deterministic=True)
     choice = BackendChoice(backend, {})
     with (
         mock.patch.object(flash_attn, "select_backend", return_value=choice),
-        mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=told),
+        mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=reported),
     ):
         if refused:
             with pytest.raises(NotImplementedError, match=f"backend '{backend}'"):

@@ -15,8 +15,8 @@ class Broken(Exception):
 
 
 @pytest.mark.parametrize("failing", range(3))
-def test_whoever_waits_is_told(failing: int) -> None:
-    told: list[tuple[int, str]] = []
+def test_whoever_waits_is_reported(failing: int) -> None:
+    reported: list[tuple[int, str]] = []
     threads = threading.active_count()
 
     def fn(rank: int, transport: LocalTransport) -> None:
@@ -29,18 +29,18 @@ def test_whoever_waits_is_told(failing: int) -> None:
                 transport.post("shards", step, hop, send, recv)
                 transport.wait("shards")
         except RuntimeError as error:
-            told.append((rank, str(error)))
+            reported.append((rank, str(error)))
             raise
 
     with pytest.raises(Broken, match="before its second message"):
         run_local(3, fn)
     message = "another rank of the local ring failed: before its second message"
-    assert sorted(told) == [(rank, message) for rank in range(3) if rank != failing]
+    assert sorted(reported) == [(rank, message) for rank in range(3) if rank != failing]
     assert threading.active_count() == threads, "a rank is still waiting"
 
 
 @pytest.mark.parametrize("sent_to", [0, 1])
-def test_a_wrong_pairing_is_told(sent_to: int) -> None:
+def test_a_wrong_pairing_is_reported(sent_to: int) -> None:
     """When all ranks wait, or have ended, the error says who waits for whom, on which channel."""
 
     def fn(rank: int, transport: LocalTransport) -> None:
@@ -51,6 +51,6 @@ def test_a_wrong_pairing_is_told(sent_to: int) -> None:
         transport.post("gradients", 0, Hop(*peers), send, recv)
         transport.wait("gradients")
 
-    told = ("rank 2 waits for a message from rank 1", "rank 0 waits for a message from rank 2")
-    with refused(RuntimeError, told[sent_to]):
+    reported = ("rank 2 waits for a message from rank 1", "rank 0 waits for a message from rank 2")
+    with refused(RuntimeError, reported[sent_to]):
         run_local(3, fn)

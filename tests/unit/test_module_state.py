@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ring_attn"
 
 # Decorators of ours and of functools that cache results.
-CACHES = {"cache", "lru_cache", "cached_by_gpu", "remembered"}
+CACHES = {"cache", "lru_cache", "cached_by_gpu", "cached"}
 
 # Classes of values that change: containers that are made empty, locks, and events.
 CHANGING = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary"}

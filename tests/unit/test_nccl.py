@@ -14,7 +14,7 @@ import pytest
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Program
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Side
 from ring_attn.machines.count import CONNECTION_BYTES, communicator_bytes
 from ring_attn.strategies import tree_decode
 from ring_attn.strategies.registry import program_of
@@ -32,12 +32,12 @@ class Facts(NamedTuple):
     strategy: Strategy
     world_sizes: Ranks = (2, 3, 4)
     layout: str = "zigzag"
-    order: tuple[Traveller, bool] | None = None  # the side that travels in the backward
+    order: tuple[Side, bool] | None = None  # the side that is sent in the backward
 
 
 CALLS = {
-    "ring, KV travels": Facts(Strategy(), order=("kv", False)),
-    "ring, Q travels": Facts(Strategy(), order=("q", False)),
+    "ring, KV is sent": Facts(Strategy(), order=("kv", False)),
+    "ring, Q is sent": Facts(Strategy(), order=("q", False)),
     "ring, same_bits": Facts(Strategy(), order=("kv", True)),
     "double ring": Facts(Strategy(inner_degree=2), (4,)),
     "all_gather": Facts(Strategy("all_gather")),
@@ -177,7 +177,7 @@ def test_one_place_is_enough_in_the_hosts_order(job: partial[list[Line]]) -> Non
 # Ranks from which rank 0 of 4 receives, over its communicators, in a forward and with a backward.
 # NCCL gathers and sums in a ring, from one rank.
 SOURCES = {
-    "ring, KV travels": (1, 2),
+    "ring, KV is sent": (1, 2),
     "double ring": (2, 4),
     "exchange": (3, 6),
     "all_gather": (1, 2),

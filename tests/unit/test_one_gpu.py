@@ -96,12 +96,12 @@ def test_what_cannot_share_a_gpu_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("way", "told"),
+    ("way", "reported"),
     [("hostid", "--nccl hostid: .* torch finds none"), ("multi", "--nccl multi: .*finds none")],
 )
-def test_the_flag_without_a_gpu_is_refused_in_one_line(way: str, told: str) -> None:
+def test_the_flag_without_a_gpu_is_refused_in_one_line(way: str, reported: str) -> None:
     config = SimpleNamespace(getoption=lambda name: way)
-    with pytest.raises(pytest.UsageError, match=told) as caught:
+    with pytest.raises(pytest.UsageError, match=reported) as caught:
         conftest.pytest_configure(config)  # type: ignore[arg-type]
     assert len(str(caught.value).splitlines()) == 1
 

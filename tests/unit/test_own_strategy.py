@@ -80,8 +80,8 @@ def test_named_planned_and_taken_by_auto() -> None:
     sizes: dict[str, Any] = {"seqlen": 1 << 13, "world_size": 4, "nheads": 8, "headdim": 64}
     sizes |= {"causal": True, "layout": "zigzag", "cluster": builtin_cluster("H100")}
     every = explain(**sizes, effort="names")
-    assert {"star", "hybrid"} <= {c.family for c in every.candidates if c.prediction}
-    assert explain(**sizes, strategies=["star"]).best.label == "star"
+    assert {"star", "hybrid"} <= {c.name for c in every.candidates if c.prediction}
+    assert explain(**sizes, strategies=["star"]).best.full_name == "star"
 
 
 def test_the_example_checks_itself() -> None:

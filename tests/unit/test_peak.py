@@ -21,7 +21,7 @@ from ring_attn.core.program import Channel, Op
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.state import rounded_gradient
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Side
 from ring_attn.machines import count
 from ring_attn.machines.run import Run
 from ring_attn.planning.memory import peak_of
@@ -62,7 +62,7 @@ class Echo(Transport):
 def calls(
     strategy: Strategy,
     world_size: int,
-    gradients: tuple[Traveller, bool] | None = None,
+    gradients: tuple[Side, bool] | None = None,
     *,
     layout: str = "contiguous",
     dtype: torch.dtype = torch.float32,
@@ -95,8 +95,8 @@ def measured(call: Call, *, backward: bool) -> int:
     return peak_bytes(work)
 
 
-# The side that travels in a ring's backward, and whether gradients are continued rank by rank.
-ORDERS: list[tuple[Traveller, bool]] = [("kv", False), ("q", False), ("kv", True)]
+# The side that is sent in a ring's backward, and whether gradients are continued rank by rank.
+ORDERS: list[tuple[Side, bool]] = [("kv", False), ("q", False), ("kv", True)]
 
 
 @pytest.fixture
@@ -110,9 +110,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     [*product([Strategy(), Strategy(inner_degree=2)], ORDERS), (Strategy("exchange"), None)],
     ids=str,
 )
-def test_nothing_grows_with_the_ranks(
-    strategy: Strategy, order: tuple[Traveller, bool] | None
-) -> None:
+def test_nothing_grows_with_the_ranks(strategy: Strategy, order: tuple[Side, bool] | None) -> None:
     last = [calls(strategy, n, order)[-1] for n in (8, 16, 32)]
     for backward in (False, True):
         peaks = {count.peak_bytes(both_programs(x, backward=backward), x) for x in last}

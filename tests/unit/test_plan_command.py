@@ -31,7 +31,7 @@ def test_json_has_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["plan", *words]) == 0
     assert capsys.readouterr().out.count("\n") == 1, "the reason alone"
     found = json.loads(path.read_text())
-    assert found["best"]["label"] == "ring" and found["world_size"] == 4
+    assert found["best"]["full_name"] == "ring" and found["world_size"] == 4
     assert [c["seconds"] for c in found["candidates"]] == [found["best"]["seconds"]]
     assert found["command"]
 

@@ -22,7 +22,7 @@ from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.calls import core_of
 from ring_attn.planning.candidates import strategies_for
-from ring_attn.planning.choice import Candidate, Choice, Problem, label
+from ring_attn.planning.choice import Candidate, Choice, Problem
 from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster
 from ring_attn.planning.planner import choose, explain
 from ring_attn.planning.scale import walks
@@ -47,9 +47,9 @@ def plan(**options: Any) -> Choice:
     return explain(**{**usual, **options})
 
 
-def found(choice: Choice, label: str, layout: str | None = None) -> Candidate:
+def found(choice: Choice, name: str, layout: str | None = None) -> Candidate:
     return next(
-        c for c in choice.candidates if c.label == label and layout in (None, c.layout_name)
+        c for c in choice.candidates if c.full_name == name and layout in (None, c.layout_name)
     )
 
 
@@ -59,7 +59,7 @@ def found(choice: Choice, label: str, layout: str | None = None) -> Candidate:
 SLOW_BETWEEN_NODES = cluster(node_size=4, between=2e9, inside=1e12)
 CONTIGUOUS, ZIGZAG = {"layout": "contiguous"}, {"layout": "zigzag"}
 
-# The options to choose from, and the best: its label, its layout, and why it is better.
+# The options to choose from, and the best: its name, its layout, and why it is better.
 OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "equal work": (
         {"strategies": ["ring"]},
@@ -102,7 +102,7 @@ OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 def test_obvious_choices(name: str) -> None:
     options, best, layout, why = OBVIOUS[name]
     choice = plan(**{"effort": "all", **options})
-    assert (choice.best.label, choice.best.layout_name) == (best, layout), str(choice)
+    assert (choice.best.full_name, choice.best.layout_name) == (best, layout), str(choice)
     assert re.match(f"{re.escape(best)}: .*{why}", choice.reason), choice.reason
     text = str(choice).splitlines()
     assert text[2].startswith("*") and best in text[2] and text[-1] == choice.reason
@@ -111,7 +111,9 @@ def test_obvious_choices(name: str) -> None:
 def test_strategies_that_leave_few_kv_heads_to_a_launch_have_its_rate() -> None:
     """On an H100, launches of few kv heads run the portable backward, half as fast."""
     choice = plan(nheads_kv=8, layout="zigzag", effort="all", cluster=builtin_cluster("H100"))
-    seconds = {c.label: c.prediction.backward.compute for c in choice.candidates if c.prediction}
+    seconds = {
+        c.full_name: c.prediction.backward.compute for c in choice.candidates if c.prediction
+    }
     for few, many in (
         ("all_gather", "ring"),
         ("all_gather by 2 heads", "all_gather by 4 heads"),
@@ -126,11 +128,11 @@ def test_too_little_memory_leaves_the_ring() -> None:
     # Our kernels write into the ring's tensors, torch's operator into its own.
     operator = plan(**args, backend="aten", strategies=["ring"])
     assert operator.best.peak_bytes > found(roomy, "ring").peak_bytes
-    need = {c.label: c.peak_bytes + c.communicator_bytes for c in roomy.candidates}
+    need = {c.full_name: c.peak_bytes + c.communicator_bytes for c in roomy.candidates}
     inputs = (2 * 16 + 2 * 1) * (1 << 14) // 8 * 64 * 2
     tight = min(size for name, size in need.items() if name != "ring" and size) - 1
     choice = plan(**args, memory_bytes=float(tight + inputs))
-    assert [c.label for c in choice.candidates if c.prediction] == ["ring"]
+    assert [c.full_name for c in choice.candidates if c.prediction] == ["ring"]
     gathered = found(choice, "all_gather")
     assert re.search(r"needs .*B .* of inputs and .*B of NCCL's, a rank has", str(gathered.reason))
     assert choice.reason == "ring: the only one"
@@ -142,9 +144,9 @@ def test_of_those_as_fast_as_the_fastest_the_first_is_taken() -> None:
     choice = plan(layout="zigzag", effort="all")
     seconds = [c.seconds for c in choice.candidates if c.prediction]
     tied = [c for c in choice.candidates if c.seconds <= (1.0 + planner.TIE) * min(seconds)]
-    order = [label(strategy, 8) for strategy in strategies_for(choice.problem.spec, 8, 64)]
+    order = [strategy.full_name(8) for strategy in strategies_for(choice.problem.spec, 8, 64)]
     assert len(tied) > 1 and choice.best is tied[0]
-    assert [c.label for c in tied] == sorted((c.label for c in tied), key=order.index)
+    assert [c.full_name for c in tied] == sorted((c.full_name for c in tied), key=order.index)
     assert seconds[len(tied) :] == sorted(seconds[len(tied) :])
 
 
@@ -173,7 +175,7 @@ def test_a_bound_is_one_and_misses_nothing(causal: bool, on: Cluster) -> None:
         assert quick.strategy == every.strategy
         for candidate in every.candidates:
             assert candidate.at_least <= candidate.seconds * (1 + 1e-9)
-            other = found(quick, candidate.label)
+            other = found(quick, candidate.full_name)
             assert other.refused or other.at_least <= candidate.seconds * (1 + 1e-9)
 
 
@@ -181,8 +183,8 @@ def test_every_name_is_simulated_where_it_is_asked_for() -> None:
     args: dict[str, Any] = {"layout": "contiguous", "effort": "names"}
     choice = plan(**args, cluster=builtin_cluster("A100"))
     assert choice.to_dict() == plan(**args, cluster=builtin_cluster("A100")).to_dict()
-    told = {c.family for c in choice.candidates if c.prediction is not None}
-    assert told == {*NAMES}
+    reported = {c.name for c in choice.candidates if c.prediction is not None}
+    assert reported == {*NAMES}
     left = [c for c in choice.candidates if c.prediction is None]
     assert "\nleft out: slower: " in str(choice)
     assert left and all(c.ruled_out and "takes at least" in str(c.reason) for c in left)
@@ -207,7 +209,7 @@ def test_every_refusal_has_its_reason() -> None:
 
 def test_same_bits_leaves_what_has_them() -> None:
     choice = plan(layout="contiguous", same_bits=True, effort="all", nheads_kv=2)
-    assert {c.family for c in choice.candidates if not c.refused} >= {"ring", "all_gather"}
+    assert {c.name for c in choice.candidates if not c.refused} >= {"ring", "all_gather"}
     for candidate in choice.candidates:
         assert candidate.same_bits != candidate.refused
         if candidate.refused:
@@ -234,10 +236,10 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
             continue
         call: Any = make_call(*args, backend="aten")
         assert (why_not_same_bits(call) is None) == candidate.same_bits
-        if candidate.travels is not None:
+        if candidate.sent_side is not None:
             core = core_of(call)
             plan = code_of(core.strategy).gradients(core)
-            assert plan.travels == candidate.travels
+            assert plan.sent_side == candidate.sent_side
 
 
 def test_auto_layout_has_four() -> None:
@@ -351,11 +353,11 @@ def test_a_few_rows_are_planned_after_little_work(seqlen: int) -> None:
 
 
 def test_recurrent_layers_have_a_line_and_auto_takes_no_striped_shards() -> None:
-    asked: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
+    problem: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
              "causal": True, "cu_seqlens": [0, 20, 64], "recurrent": 48,
              "cluster": cpu_cluster(2)}  # fmt: skip
-    choice = explain(**asked, layout="contiguous")
+    choice = explain(**problem, layout="contiguous")
     # Rank 0 sends the map of its only run.
     line = f"each recurrent layer: a rank sends at most {3 * 48} B forward, by gather in 1 rounds"
     assert choice.traffic == [line] and line in str(choice)
-    assert "striped" not in {c.layout_name for c in explain(**asked).candidates}
+    assert "striped" not in {c.layout_name for c in explain(**problem).candidates}

@@ -300,7 +300,7 @@ def test_strategies_have_their_predicted_times() -> None:
     colours = [to_hex(bar.get_facecolor()) for bar in axes.patches]
     assert colours == [style.BLUE] + [style.GREY] * (len(shown) - 1)
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == [f"{candidate.label}, zigzag" for candidate in shown]
+    assert labels == [f"{candidate.full_name}, zigzag" for candidate in shown]
 
 
 def test_a_plan_shows_the_best_strategys_own_figures() -> None:
@@ -315,7 +315,7 @@ def test_a_plan_shows_the_best_strategys_own_figures() -> None:
     assert max(peaks) == choice.best.peak_bytes
     headings = [part.get_suptitle() for part in plots.plan(choice).subfigs]
     assert headings[1:] == [
-        f"{choice.best.label}: {what} of rank 0" for what in ("timeline", "memory")
+        f"{choice.best.full_name}: {what} of rank 0" for what in ("timeline", "memory")
     ]
     with refused(ValueError, "no timeline of its own|0, 1, 2, 3"):
         plots.timelines_of(choice, 4)
@@ -328,11 +328,11 @@ def test_scaling_shows_the_best_of_each_name(value: Any) -> None:
     choices = [planned(2), planned(4)]
     (axes,) = plots.scaling(choices, value).axes
     lines = {str(line.get_label()): line for line in axes.lines}
-    assert {*lines} == {c.family for one in choices for c in one.candidates if c.prediction}
+    assert {*lines} == {c.name for one in choices for c in one.candidates if c.prediction}
     for name, line in lines.items():
         for x, y in line.get_xydata():
             (choice,) = (one for one in choices if one.problem.world_size == x)
-            of_name = [c for c in choice.candidates if c.family == name and c.prediction]
+            of_name = [c for c in choice.candidates if c.name == name and c.prediction]
             fastest = min(of_name, key=lambda c: c.seconds)
             assert y == plans._value(fastest, value)
     assert {text.get_text() for text in axes.texts} == {*lines}

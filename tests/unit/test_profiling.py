@@ -78,18 +78,18 @@ def test_stats_are_those_of_the_last_forward_and_what_followed() -> None:
 
 def test_times_are_worked_out_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading clocks within a call would make the host wait for CUDA."""
-    asked: list[tuple[int, ...]] = []
+    requested: list[tuple[int, ...]] = []
     seconds = profiling._seconds
 
     def noted(*moments: int) -> float:
-        asked.append(moments)
+        requested.append(moments)
         return seconds(*moments)
 
     monkeypatch.setattr(profiling, "_seconds", noted)
     with collect():
         call_alone()
-    assert not asked
-    assert stats().forward is not None and asked
+    assert not requested
+    assert stats().forward is not None and requested
 
 
 def test_the_environment_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_the_environment_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_path(profiling.__file__)["collected"].depth == (value == "1")
 
 
-def test_on_a_cpu_memory_is_not_told() -> None:
+def test_on_a_cpu_memory_is_not_reported() -> None:
     with collect():
         call_alone(backward=False)
     figures = stats().forward

@@ -19,8 +19,8 @@ from ring_attn.core.ranks import OneRank
 from ring_attn.core.sizes import SHARE_OF_DQ, flops, shard_packet
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
-from ring_attn.core.tiles import NO_TILES, Grid, Traveller
-from ring_attn.machines.check import _add_work, check
+from ring_attn.core.tiles import NO_TILES, Grid, Side
+from ring_attn.machines.check import add_work, check
 from ring_attn.machines.count import bytes_sent
 from ring_attn.machines.time import simulate
 from ring_attn.planning.balance import by_area
@@ -30,7 +30,7 @@ from ring_attn.strategies.registry import make_call, program_of, programs_of
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
 
 MASKS = masks(61)
-ORDERS: tuple[tuple[Traveller, bool] | None, ...] = (
+ORDERS: tuple[tuple[Side, bool] | None, ...] = (
     None, ("kv", False), ("q", False), ("kv", True)
 )  # fmt: skip
 
@@ -57,9 +57,12 @@ def strategies(world_size: int) -> list[Strategy]:
 
 
 def spec_of(
-    nheads: int = 4, nheads_kv: int = 2, dtype: torch.dtype = torch.float32,
-    headdim: int = 8, headdim_v: int = 12,
-) -> AttentionSpec:  # fmt: skip
+    nheads: int = 4,
+    nheads_kv: int = 2,
+    dtype: torch.dtype = torch.float32,
+    headdim: int = 8,
+    headdim_v: int = 12,
+) -> AttentionSpec:
     return AttentionSpec("cpu", dtype, 1, nheads, nheads_kv, headdim, headdim_v)
 
 
@@ -69,7 +72,7 @@ def calls_of(
     layout: str | Layouts,
     world_size: int,
     spec: AttentionSpec | None = None,
-    gradients: tuple[Traveller, bool] | None = None,
+    gradients: tuple[Side, bool] | None = None,
     backend: str = "reference",
 ) -> list[Call]:
     """The calls of all ranks; empty if the strategy refuses the layout."""
@@ -138,7 +141,7 @@ def assert_all_is_timed(calls: list[Call], *, backward: bool) -> None:
     expected = []
     for call in calls:
         passes: Counter[str] = Counter()
-        _add_work(program_of(call, backward=backward), spec, passes)
+        add_work(program_of(call, backward=backward), spec, passes)
         pairs = sum(share * passes[name] for name, share in shares.items())
         expected.append(flops(1, spec, backward=backward) / spec.nheads * pairs)
     assert [rank.compute for rank in found.ranks] == pytest.approx(expected)

@@ -24,7 +24,7 @@ from tests.refusals import refused, says
 UNIT = TritonBackend.bits_unit
 N = 4 * UNIT
 CAUSAL = Mask(N, N, causal=True)
-# With few kv heads KV travels anyway; with many, the Q side costs fewer bytes.
+# With few kv heads KV is sent anyway; with many, the Q side costs fewer bytes.
 FEW_KV_HEADS = AttentionSpec(DEVICE, torch.float16, 1, 4, 1, 64, 64)
 MANY_KV_HEADS = AttentionSpec(DEVICE, torch.float16, 1, 4, 4, 64, 64)
 

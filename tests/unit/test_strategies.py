@@ -66,11 +66,11 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], Strategy]] = {
 GRID = [(name, ranks) for name, (sizes, _) in STRATEGIES.items() for ranks in sizes]
 
 
-# The side that travels in the backward, and whether gradients are continued rank by rank.
+# The side that is sent in the backward, and whether gradients are continued rank by rank.
 @pytest.mark.parametrize("gradients", [("kv", False), ("q", False), ("kv", True)], ids=str)
 @pytest.mark.parametrize("name", ["ring", "double ring", "q_exchange ring"])
 @pytest.mark.sweep(2)
-def test_either_side_travels(name: str, gradients: Any) -> None:
+def test_either_side_is_sent(name: str, gradients: Any) -> None:
     layouts = ("contiguous", "boundaries") if name == "q_exchange ring" else LAYOUTS
     for turn, mask in enumerate(masks(61).values()):
         layout = layouts[turn % len(layouts)]

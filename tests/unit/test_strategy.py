@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import NAMES, Strategy, family, label, resolve_strategy
+from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
 from ring_attn.strategies.ring import double_rings
 
 
@@ -25,7 +25,7 @@ from ring_attn.strategies.ring import double_rings
 )
 def test_names(name: str, degree: int | None, strategy: Strategy, text: str) -> None:
     assert Strategy.from_name(name, 8, degree) == strategy
-    assert (label(strategy, 8), family(strategy, 8)) == (text, text.split()[0])
+    assert (strategy.full_name(8), strategy.name_on(8)) == (text, text.split()[0])
     mesh = (8 // degree, degree) if degree and NAMES[name].needed else ()
     assert resolve_strategy(strategy, 8, mesh) == strategy
     if mesh or degree is None:

@@ -26,9 +26,9 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import (
     MaskKind,
+    Side,
     StepTiles,
     Tile,
-    Traveller,
     gathered_tiles,
     pair_tiles,
     ring_grid,
@@ -42,7 +42,7 @@ from tests.counts import counted
 from tests.drawn import layouts_for, masks, reproducible
 from tests.unit.test_programs import calls_of
 
-TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
+SIDES: tuple[Side, ...] = ("kv", "q")
 
 
 class RingStep(NamedTuple):
@@ -67,15 +67,15 @@ def test_everything_is_as_in_the_dense_mask(data: st.DataObject) -> None:
         for a, b in product(range(ranks), repeat=2)
     }
     check_pairs((q, kv), mask, visible, chunk=data.draw(st.sampled_from((7, module.CHUNK))))
-    for travels in TRAVELLERS:
-        check_turns((q, kv), mask, visible, travels)
-        check_ring((q, kv), mask, visible, travels)
-        check_gathering((q, kv), mask, visible, travels)
+    for sent_side in SIDES:
+        check_turns((q, kv), mask, visible, sent_side)
+        check_ring((q, kv), mask, visible, sent_side)
+        check_gathering((q, kv), mask, visible, sent_side)
 
 
 def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> None:
     with mock.patch.object(module, "CHUNK", chunk):
-        work = module._table(*layouts, mask)
+        work = module.compute_pair_work(*layouts, mask)
         with mock.patch.object(module, "SMALL", 0):
             totals = module.totals.__wrapped__(*layouts, mask)
         in_table = module.totals.__wrapped__(*layouts, mask)
@@ -90,14 +90,14 @@ def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> N
         assert int(work.area[pair]) > 0 or int(work.edge[pair]) == 0, pair
         for rows, dim in ((work.q, 1), (work.kv, 0)):
             assert (int(rows.start[pair]), int(rows.stop[pair])) == run_of(seen.any(dim)), pair
-    travelling = [totals.moving[travels] for travels in TRAVELLERS]
+    moving = [totals.moving[sent_side] for sent_side in SIDES]
     assert torch.equal(totals.seen, work.area > 0)
-    for travels, dim in (("kv", 1), ("q", 0)):
-        assert torch.equal(totals.num_seen[travels], totals.seen.sum(dim))
+    for sent_side, dim in (("kv", 1), ("q", 0)):
+        assert torch.equal(totals.num_seen[sent_side], totals.seen.sum(dim))
         sums = [table.sum(dim) for table in work.at(...)]
         for same in (totals, in_table):
-            assert all(map(torch.equal, same.work[travels], sums))
-    for rank, (dim, rows) in product(range(layouts[0].world_size), enumerate(travelling)):
+            assert all(map(torch.equal, same.work[sent_side], sums))
+    for rank, (dim, rows) in product(range(layouts[0].world_size), enumerate(moving)):
         others = [
             seen.any(dim)
             for pair, seen in visible.items()
@@ -110,10 +110,10 @@ def check_pairs(layouts: Layouts, mask: Mask, visible: Visible, chunk: int) -> N
 
 def check_lines(layouts: Layouts, mask: Mask) -> None:
     """Checks that a line computed alone, as of many ranks, is that of the table."""
-    for rank, travels in product(range(layouts[0].world_size), TRAVELLERS):
+    for rank, sent_side in product(range(layouts[0].world_size), SIDES):
         with mock.patch.object(module, "SMALL", 0):
-            alone = module.sizes_with.__wrapped__(*layouts, mask, rank, travels)
-        assert alone == module.sizes_with(*layouts, mask, rank, travels)
+            alone = module.sizes_with.__wrapped__(*layouts, mask, rank, sent_side)
+        assert alone == module.sizes_with(*layouts, mask, rank, sent_side)
 
 
 def check_tile(tile: Tile) -> None:
@@ -132,14 +132,14 @@ def check_tile(tile: Tile) -> None:
         assert tile.kind is (MaskKind.CAUSAL if tile.lo is None else MaskKind.WINDOW)
 
 
-def check_turns(layouts: Layouts, mask: Mask, visible: Visible, travels: Traveller) -> None:
+def check_turns(layouts: Layouts, mask: Mask, visible: Visible, sent_side: Side) -> None:
     """Checks an exchange: exactly the needed rows go from rank to rank, in one turn each."""
-    dim = 0 if travels == "kv" else 1
-    rows = needed_rows(*layouts, mask, travels)
+    dim = 0 if sent_side == "kv" else 1
+    rows = needed_rows(*layouts, mask, sent_side)
     sent: dict[tuple[int, int], list[int]] = {}
     for rank in range(layouts[0].world_size):
         held = torch.arange(layouts[1 - dim].shard_len(rank))
-        for turn in OneRank(layouts, mask, rank).turns(travels):
+        for turn in OneRank(layouts, mask, rank).row_exchanges(sent_side):
             if turn.sent:
                 assert (rank, turn.hop.send_to) not in sent, "one turn for each pair"
                 sent[rank, turn.hop.send_to] = [i for run in turn.runs for i in held[run].tolist()]
@@ -147,26 +147,26 @@ def check_turns(layouts: Layouts, mask: Mask, visible: Visible, travels: Travell
         needed = indices(seen.any(dim))
         assert int(rows[a, b]) == (0 if a == b else len(needed))
         if a != b:
-            assert sent.get((b, a) if travels == "kv" else (a, b), []) == needed
+            assert sent.get((b, a) if sent_side == "kv" else (a, b), []) == needed
 
 
-def check_ring(layouts: Layouts, mask: Mask, visible: Visible, travels: Traveller) -> None:
-    """Checks that a ring makes no needless hop, and that no needless row travels."""
+def check_ring(layouts: Layouts, mask: Mask, visible: Visible, sent_side: Side) -> None:
+    """Checks that a ring makes no needless hop, and sends no needless row."""
     ranks = layouts[0].world_size
     distances = {0} | {(a - b) % ranks for (a, b), seen in visible.items() if bool(seen.any())}
     assert [by for _, by in needed_displacements(*layouts, mask)] == sorted(distances)
-    for rank, steps in enumerate(plans(layouts, mask, travels)):
-        away = [step.source - rank if travels == "q" else rank - step.source for step in steps]
+    for rank, steps in enumerate(plans(layouts, mask, sent_side)):
+        away = [step.source - rank if sent_side == "q" else rank - step.source for step in steps]
         assert sorted(by % ranks for by in away) == sorted(distances)
         for index, step in enumerate(steps):
-            check_step(index, step, rank, visible, travels)
+            check_step(index, step, rank, visible, sent_side)
 
 
-def check_step(index: int, step: RingStep, rank: int, visible: Visible, travels: Traveller) -> None:
+def check_step(index: int, step: RingStep, rank: int, visible: Visible, sent_side: Side) -> None:
     """Checks tiles, counted from the first held row; rows travel from first to last needed row."""
-    side = 1 if travels == "kv" else 0
-    seen = visible[(rank, step.source) if travels == "kv" else (step.source, rank)]
-    held = seen[:, step.rows] if travels == "kv" else seen[step.rows]
+    side = 1 if sent_side == "kv" else 0
+    seen = visible[(rank, step.source) if sent_side == "kv" else (step.source, rank)]
+    held = seen[:, step.rows] if sent_side == "kv" else seen[step.rows]
     assert int(held.sum()) == int(seen.sum()), "a row that is needed does not travel"
     assert torch.equal(painted(step.tiles, *held.shape), held.long())
     assert step.tiles.sizes.area == StepTiles.of(step.tiles.listed).sizes.area == int(seen.sum())
@@ -182,7 +182,7 @@ def check_step(index: int, step: RingStep, rank: int, visible: Visible, travels:
     assert step.rows == (slice(rows[0], rows[-1] + 1) if rows else slice(0, 0))
 
 
-def check_gathering(layouts: Layouts, mask: Mask, visible: Visible, gathers: Traveller) -> None:
+def check_gathering(layouts: Layouts, mask: Mask, visible: Visible, gathers: Side) -> None:
     """Checks tiles over the shards of all ranks, with two rows between them."""
     ranks, side = layouts[0].world_size, 1 if gathers == "kv" else 0
     rows = max(layouts[side].shard_lens) + 2
@@ -208,17 +208,17 @@ def run_of(seen: Tensor) -> tuple[int, int]:
     return (found[0], found[-1] + 1) if found else (0, 0)
 
 
-def plans(layouts: Layouts, mask: Mask, travels: Traveller = "kv") -> list[list[RingStep]]:
+def plans(layouts: Layouts, mask: Mask, sent_side: Side = "kv") -> list[list[RingStep]]:
     """The steps of each rank in a plain ring: owner, held rows and tiles of each shard."""
-    return [[*_steps(OneRank(layouts, mask, r), travels)] for r in range(layouts[0].world_size)]
+    return [[*_steps(OneRank(layouts, mask, r), sent_side)] for r in range(layouts[0].world_size)]
 
 
-def _steps(ranks: OneRank, travels: Traveller) -> Iterator[RingStep]:
+def _steps(ranks: OneRank, sent_side: Side) -> Iterator[RingStep]:
     grid = ring_grid(ranks.world_size)
-    for by in ranks.order(grid, travels):
-        rows = ranks.moving(grid, travels, by) if any(by) else slice(0, ranks.rows(travels))
+    for by in ranks.order(grid, sent_side):
+        rows = ranks.moving(grid, sent_side, by) if any(by) else slice(0, ranks.rows(sent_side))
         source = grid.moved(ranks.rank, by, -1)
-        yield RingStep(source, rows, ranks.tiles(grid, travels, by))
+        yield RingStep(source, rows, ranks.tiles(grid, sent_side, by))
 
 
 def test_a_touched_slice_is_the_band_in_its_bounding_box() -> None:
@@ -265,7 +265,7 @@ def test_steps_have_one_tile_where_one_is_enough() -> None:
             for plan in plans((layout, layout), mask):
                 assert max(len(step.tiles) for step in plan) == 1, (kind, mask)
         if kind == "contiguous":
-            for mask, rank, side in product(one_tile, range(world_size), TRAVELLERS):
+            for mask, rank, side in product(one_tile, range(world_size), SIDES):
                 assert len(gathered_tiles(layout, layout, mask, rank, 12, side)) == 1
 
 

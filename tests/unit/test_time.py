@@ -31,7 +31,7 @@ DOUBLE = Strategy(inner_degree=4)
 
 
 def wire(steps: float) -> float:
-    """The bandwidth at which a shard travels for so many steps."""
+    """The bandwidth at which a shard is sent for so many steps."""
     return NBYTES / (steps * STEP)
 
 
@@ -208,7 +208,7 @@ def test_gradients_are_cleared_added_and_rounded(hops: int) -> None:
     found = simulated(on, 1 + hops, backward=True)
     one, statistics = NBYTES / 2, ROWS * SPEC.nheads * 4
     # q, dout, lse and delta are packed, out is read for delta. Zeros for dq, dk, dv, and for the dq
-    # that travels, which is added after each hop. Three gradients are read and written.
+    # that is sent, which is added after each hop. Three gradients are read and written.
     packed = 2 * (2 * one + 2 * statistics) + 2 * one
     assert each(found, "moves") == [packed + (3 + hops + 3 * hops + 3 * 2) * one] * (1 + hops)
 

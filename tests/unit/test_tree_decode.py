@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attn.attention import drivers
-from ring_attn.attention.decode import next_rank
+from ring_attn.core.cache import next_rank
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec

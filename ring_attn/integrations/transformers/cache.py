@@ -13,18 +13,22 @@ stopping criteria, processors and beams, sees the whole sequence on every rank.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from ring_attn.core.layout import rank_of_last_row
 from ring_attn.integrations.transformers.cache_step import CacheStep
 from ring_attn.integrations.transformers.masks import tokens_of
-from ring_attn.integrations.transformers.models import cache_of
+from ring_attn.integrations.transformers.models import Model, cache_of
 from ring_attn.models.batch import unshard
-from ring_attn.sequence.runs import last_run
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
+
+# Positional arguments and keywords of a model's forward. Any: mypy skips transformers.
+Values: TypeAlias = tuple[Any, ...]
+Arguments: TypeAlias = dict[str, Any]
 
 # The keyword of a model's forward that passes a layout, or a cache's step, to the attention.
 LAYOUT = "sequence_layout"
@@ -43,7 +47,7 @@ NOT_WITH_CACHE = {
 }
 
 
-def make_cache(model: Any, *, group: Group, kind: str, block: int) -> Any:
+def make_cache(model: Model, *, group: Group, kind: str, block: int) -> Any:
     """Make an empty cache, and hook the model; see `Registration.cache`.
 
     `kind` names the layout of prompts.
@@ -74,9 +78,7 @@ def _is_ring_cache(cache: object) -> bool:
     return isinstance(cache, RingCache)
 
 
-def _before(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _before(model: nn.Module, args: Values, kwargs: Arguments) -> tuple[Values, Arguments] | None:
     """Cut the loop's arguments to this rank's rows, and add the step for the attention."""
     cache = cache_of(kwargs)
     if not _is_ring_cache(cache):
@@ -103,7 +105,7 @@ def _before(
     return (), kwargs
 
 
-def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _after(model: nn.Module, args: Values, kwargs: Arguments, output: Any) -> Any:
     """Complete the logits, with the same bits on all ranks."""
     cache = cache_of(kwargs)
     if not _is_ring_cache(cache):
@@ -125,7 +127,8 @@ def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
     # All ranks compute rows that are not split. If one rounded differently, its tokens could
     # differ, and the ranks would continue different texts.
     logits = logits.detach().contiguous()
-    groups.from_owner(logits, cache.group, 0 if step.chunk is None else last_run(step.chunk)[0])
+    owner = 0 if step.chunk is None else rank_of_last_row(step.chunk)
+    groups.from_owner(logits, cache.group, owner)
     return logits
 
 
@@ -140,7 +143,7 @@ def _checked_keep(keep: object, rows: int) -> int:
     return min(keep, rows)
 
 
-def _check_forward(kwargs: dict[str, Any]) -> None:
+def _check_forward(kwargs: Arguments) -> None:
     if kwargs.get(LAYOUT) is not None:
         raise ValueError(f"{LAYOUT} must be left out: the cache knows the layout")
     if kwargs.get("use_cache") is False:
@@ -156,7 +159,7 @@ def _check_forward(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_cut(kwargs: dict[str, Any], rows: int) -> None:
+def _check_cut(kwargs: Arguments, rows: int) -> None:
     """Refuse unknown arguments with a row per token, which would need splitting too."""
     known = {*SEQUENCE_DIMS, "attention_mask"}
     for name, value in kwargs.items():

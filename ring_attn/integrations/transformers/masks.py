@@ -152,7 +152,7 @@ def _parts(mask_function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
                 yield from _parts(part)
 
 
-# A closure holds values of any type: functions, tuples of them, tensors.
+# Any: a closure holds values of any type, functions, tuples of them, tensors.
 def _contents(function: FunctionType) -> list[Any]:
     """Return the values in a function's closure."""
     return [cell.cell_contents for cell in function.__closure__ or ()]

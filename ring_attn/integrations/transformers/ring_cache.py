@@ -18,7 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ring_attn.attention.decode import next_rank
+from ring_attn.core.cache import next_rank
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers.cache_step import CacheStep
 from ring_attn.integrations.transformers.models import ALONE_TYPES, RECURRENT_TYPES

@@ -13,7 +13,7 @@ from ring_attn.call import Call
 from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
-from ring_attn.core.tiles import Traveller
+from ring_attn.core.tiles import Side
 from ring_attn.core.work import totals
 from ring_attn.machines.cluster import compute_seconds
 from ring_attn.machines.time import simulate
@@ -64,7 +64,7 @@ def _busiest(
     `at_once`: one launch covers all ranks' shards.
     """
 
-    def seconds(others: Traveller) -> Tensor:
+    def seconds(others: Side) -> Tensor:
         all_pairs = totals(*layouts, mask)
         area, edge, rows, cols = (table.double() for table in all_pairs.work[others])
         touched = (rows + cols) / 2 if backward else rows

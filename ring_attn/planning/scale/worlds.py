@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ring_attn.core.layout import with_world_size
 from ring_attn.core.work import needed_displacements
@@ -98,10 +98,10 @@ def whole_count(worlds: Sequence[World], values: Sequence[int]) -> int:
 
 
 def whole_cost(worlds: Sequence[World], costs: Sequence[DirectionCost]) -> DirectionCost:
+    """Return the costs at `each` = 1 from those of one or two worlds."""
     names = [field.name for field in fields(DirectionCost)]
-    values: dict[str, Any] = {
-        name: whole(worlds, [getattr(cost, name) for cost in costs]) for name in names
-    }
-    values["bytes_sent"] = round(values["bytes_sent"])
-    values["messages"] = whole_count(worlds, [cost.messages for cost in costs])
-    return DirectionCost(**values)
+    values = {name: whole(worlds, [getattr(cost, name) for cost in costs]) for name in names}
+    bytes_sent = round(values.pop("bytes_sent"))
+    del values["messages"]
+    messages = whole_count(worlds, [cost.messages for cost in costs])
+    return DirectionCost(bytes_sent=bytes_sent, messages=messages, **values)

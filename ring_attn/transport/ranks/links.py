@@ -4,6 +4,8 @@ gloo    one connection between each two ranks, for all channels and subgroups: a
         only a message with its own tag
 NCCL    a communicator for each channel of each subgroup: messages have no tags, and those on one
         communicator go one after another
+
+`Any` in this module: torch's classes of gloo and NCCL have no types.
 """
 
 from __future__ import annotations
@@ -171,7 +173,7 @@ class NcclChannel:
         return None
 
 
-Ending = Literal["abort", "shutdown"]
+EndMethod = Literal["abort", "shutdown"]
 
 
 class CommunicatorEnd(threading.Thread):
@@ -186,7 +188,7 @@ class CommunicatorEnd(threading.Thread):
 
     def __init__(self, communicator: Any, of: str) -> None:
         super().__init__(name="ring_attn_ending", daemon=True)
-        self.ending: SimpleQueue[Ending] = SimpleQueue()
+        self.ending: SimpleQueue[EndMethod] = SimpleQueue()
         self._communicator, self._of = communicator, of
         self.start()
 
@@ -262,7 +264,7 @@ class NcclLink:
         """End all connections after their last exchange, together with the node's other ranks."""
         self._end("shutdown", seconds)
 
-    def _end(self, ending: Ending, seconds: float) -> None:
+    def _end(self, ending: EndMethod, seconds: float) -> None:
         for end in self._ends:
             end.ending.put(ending)
         deadline = time.monotonic() + seconds

@@ -109,6 +109,7 @@ class Notes:
             return None
         return f"{rank_name(note['rank'])} left its call: {note['text']}"
 
+    # Any: JSON has no types.
     def _read(self, name: str) -> Any:
         key = f"{self._prefix}/{name}"
         # `get` waits for a key that does not exist.

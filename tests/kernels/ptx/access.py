@@ -304,15 +304,17 @@ def barrier(machine: Machine, ins: Instruction) -> ByLanes:
         unknown = machine.clocks.seen[warps][:, last] < when
         if unknown.any():
             row, i = np.argwhere(unknown)[0]
-            told = f"warp {warps[row]} may come to barrier {number} before warp {last[i]} has left"
-            raise Race(ins, told)
+            reported = (
+                f"warp {warps[row]} may come to barrier {number} before warp {last[i]} has left"
+            )
+            raise Race(ins, reported)
         here.append(warps)
-        come = np.concatenate(here)
-        if len(come) * LANES > count:
-            raise Fault(ins, f"{len(come) * LANES} threads come to a barrier of {count}")
-        if len(come) * LANES == count:
-            machine.clocks.barrier(come)
-            machine.last_use[number] = come, machine.clocks.seen[come, come]
+        arrived = np.concatenate(here)
+        if len(arrived) * LANES > count:
+            raise Fault(ins, f"{len(arrived) * LANES} threads come to a barrier of {count}")
+        if len(arrived) * LANES == count:
+            machine.clocks.barrier(arrived)
+            machine.last_use[number] = arrived, machine.clocks.seen[arrived, arrived]
             # A new list tells the waiting warps that the barrier is open.
             machine.barriers[number] = []
         raise Wait(ins, lambda: machine.barriers[number] is not here, lambda: None)

@@ -416,8 +416,8 @@ class Machine:
         elif ins.opcode == "call.uni":
             name = str(ins.operands[1])
             if name == "__assertfail":
-                told = int(self.register("%__assertfail:0+0")[mask][0])
-                text = next(x for x, address in self.symbols.items() if address == told)
+                reported = int(self.register("%__assertfail:0+0")[mask][0])
+                text = next(x for x, address in self.symbols.items() if address == reported)
                 raise AssertFailed(ins, self.kernel.texts[text])
             self.register(f"%{name}:return")[mask] = at
             yield mask, self.grid.places[name]
