@@ -106,6 +106,7 @@ class Feedforward:
         shared_width: intermediate size of the part that all tokens visit, next to the experts.
         products: products of a token and a part: 3 with a gate, else 2.
         has_bias: whether the experts and their router have biases.
+        has_shared_gate: whether a number for each token gates the shared part.
     """
 
     width: int
@@ -114,6 +115,7 @@ class Feedforward:
     shared_width: int = 0
     products: int = 3
     has_bias: bool = False
+    has_shared_gate: bool = False
 
     @property
     def words(self) -> str:

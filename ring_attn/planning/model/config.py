@@ -35,6 +35,7 @@ FOUR_NORMS = ("gemma2", "gemma3_text")
 QK_NORMS = ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text")
 GATED = ("qwen3_next",)
 BIASED = ("qwen2", "qwen2_moe")
+SHARED_GATES = ("qwen2_moe", "qwen3_next")
 
 # Bounds of sizes in a config: products of them stay below 2^63.
 MAX_LAYERS, MAX_SIZE = 1 << 12, 1 << 24
@@ -51,12 +52,10 @@ class ModelConfig:
     Attributes:
         architecture: its layers.
         values: the config with transformers' keys, of the text model.
-        of_file: whether the config is from a file, not from the table.
     """
 
     architecture: Architecture
     values: Mapping[str, Any] = field(repr=False)
-    of_file: bool = False
 
 
 def read_model(name: str) -> ModelConfig:
@@ -73,7 +72,7 @@ def read_model(name: str) -> ModelConfig:
     """
     known = MODELS.get(name.lower())
     if known is not None:
-        return ModelConfig(architecture_of(name.lower(), known), known)
+        return model_of(name.lower(), known)
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -82,8 +81,33 @@ def read_model(name: str) -> ModelConfig:
             f"--model must be a config.json, a folder with one, or one of {', '.join(MODELS)}, "
             f"got {name!r}"
         )
-    values = _text_config(path)
-    return ModelConfig(architecture_of(str(path), values), values, of_file=True)
+    return model_of(str(path), _text_config(path))
+
+
+def model_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
+    """Return the model of a config, with transformers' defaults for what the config leaves out.
+
+    Raises:
+        ConfigError: as for `read_model`.
+    """
+    return ModelConfig(architecture_of(name, _completed(values)), values)
+
+
+def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with transformers' defaults; as it is if transformers does not know it."""
+    if find_spec("transformers") is None:
+        return dict(values)
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(values.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return dict(values)
+    try:
+        config = CONFIG_MAPPING[model_type](**values)
+    except Exception:  # each class of transformers checks a config in its own way
+        return dict(values)
+    types = getattr(config, "layer_types", None)
+    return {**config.to_dict(), "layer_types": types, **values}
 
 
 def _text_config(path: Path) -> dict[str, Any]:
@@ -166,7 +190,7 @@ def _layer_types(read: _Reader, num_layers: int) -> list[str]:
     values = read.values
     types = values.get("layer_types") or values.get("layers_block_type")
     if types is None:
-        types = _types_by_rule(read, num_layers) or _types_of_transformers(values)
+        types = _types_by_rule(read, num_layers)
     if types is None:
         has_window = values.get("sliding_window") and values.get("use_sliding_window", True)
         types = ["sliding_attention" if has_window else "full_attention"] * num_layers
@@ -195,23 +219,6 @@ def _types_by_rule(read: _Reader, num_layers: int) -> list[str] | None:
     else:
         return None
     return ["full_attention" if x else "linear_attention" for x in attends]
-
-
-def _types_of_transformers(values: Mapping[str, Any]) -> list[str] | None:
-    """Return the types of layers by transformers' defaults; None if it is not installed."""
-    if find_spec("transformers") is None:
-        return None
-    from transformers import CONFIG_MAPPING
-
-    model_type = str(values.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        return None
-    try:
-        config = CONFIG_MAPPING[model_type](**values)
-    except Exception:  # each class of transformers checks a config in its own way
-        return None
-    types = getattr(config, "layer_types", None)
-    return list(types) if types else None
 
 
 def _mixer(read: _Reader, kind: str) -> Attention | Recurrence | None:
@@ -329,8 +336,15 @@ def _feedforward(read: _Reader, index: int) -> Feedforward | None:
                 f"num_experts_per_tok must be at most the number of experts, got {per_token} and "
                 f"{experts}"
             )
-        has_bias = values.get("model_type") == "gpt_oss"
-        return Feedforward(width, experts, per_token, shared, has_bias=has_bias)
+        model_type = values.get("model_type")
+        return Feedforward(
+            width,
+            experts,
+            per_token,
+            shared,
+            has_bias=model_type == "gpt_oss",
+            has_shared_gate=model_type in SHARED_GATES,
+        )
     if dense is None and values.get("model_type") == "gpt2":
         return Feedforward(4 * read.size("n_embd"), products=2)
     if not dense:

@@ -59,6 +59,7 @@ def _of_layer(layer: Layer, hidden: int) -> LayerWeights:
     if part is not None and part.experts:
         of_one = part.products * hidden * part.width
         dense += hidden * part.experts + part.products * hidden * part.shared_width
+        dense += hidden if part.has_shared_gate else 0
         if part.has_bias:
             of_one += (part.products - 1) * part.width + hidden
             dense += part.experts
@@ -108,14 +109,14 @@ def _of_recurrence(recurrence: Recurrence, hidden: int) -> int:
             return 4 * hidden * hidden + hidden * width
 
 
-def activations_of(architecture: Architecture) -> Activations:
-    """Return an estimate of the bytes of activations for each row, in 16 bits."""
+def activations_of(architecture: Architecture, itemsize: int = 2) -> Activations:
+    """Return an estimate of the bytes of activations for each row, by the bytes of an element."""
     hidden = architecture.hidden
     kinds = {layer: index for index, layer in enumerate(dict.fromkeys(architecture.layers))}
     headdim = max((x.headdim for x in architecture.attentions), default=0)
     return Activations(
         kinds=tuple(kinds[layer] for layer in architecture.layers),
-        layers=tuple(_bytes_of_layer(layer, hidden) for layer in kinds),
+        layers=tuple(_bytes_of_layer(layer, hidden, itemsize / 2) for layer in kinds),
         # The embedded tokens with their positions, the logits in 16 bits and twice in 32 bits with
         # gradients, the rows of the last norm.
         head=HeadBytes(
@@ -127,7 +128,8 @@ def activations_of(architecture: Architecture) -> Activations:
     )
 
 
-def _bytes_of_layer(layer: Layer, hidden: int) -> LayerBytes:
+def _bytes_of_layer(layer: Layer, hidden: int, wider: float) -> LayerBytes:
+    """Return the bytes of a layer in 16 bits, times `wider`."""
     kept = (layer.num_norms * NORM_BYTES + 2) * hidden
     more_forward, more_backward = 4 * hidden, 12 * hidden
     match layer.mixer:
@@ -141,11 +143,11 @@ def _bytes_of_layer(layer: Layer, hidden: int) -> LayerBytes:
         more_forward = max(more_forward, 8 * part.per_token * hidden)
         more_backward += 7 * part.per_token * hidden
     return LayerBytes(
-        kept=kept,
-        forward=kept + more_forward,
-        backward=kept + more_backward,
-        moved_forward=MOVED_FORWARD * kept,
-        moved_backward=MOVED_BACKWARD * kept,
+        kept=wider * kept,
+        forward=wider * (kept + more_forward),
+        backward=wider * (kept + more_backward),
+        moved_forward=wider * MOVED_FORWARD * kept,
+        moved_backward=wider * MOVED_BACKWARD * kept,
     )
 
 

@@ -21,7 +21,6 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-
 from ring_attn.planning.model.sizes import (
     Activations,
     HeadBytes,
