@@ -11,6 +11,7 @@ import torch
 from ring_attn.cli.arguments import command_line, narrow, write_json
 from ring_attn.cli.options import MODEL_OPTIONS
 from ring_attn.machines.cluster import Cluster
+from ring_attn.planning.choice import format_bytes
 from ring_attn.planning.model import report
 from ring_attn.planning.model.config import read_model
 from ring_attn.planning.model.degrees import Degrees, check_degrees, degrees_of
@@ -94,12 +95,13 @@ def run(args: argparse.Namespace, cluster: Cluster, documents: list[int] | None)
     """Plan a model; return 1 if it does not fit."""
     job, options = job_of(args, cluster, documents), Options(args.recompute, args.loss)
     degrees = partial(_degrees, args)
+    found: ModelPlan | None
     if args.fits:
         found, text = _longest(job, options, degrees)
     elif args.target is not None:
         found, text = _fewest(job, options, degrees)
     else:
-        found, text = _of_length(job, options, degrees)
+        found, text = _of_length(job, options, degrees, quick=args.quick)
     if not args.quiet and found is not None and found.fits:
         print(report.text_of(found, verbose=args.verbose))
         print()
@@ -153,16 +155,17 @@ def _degrees(args: argparse.Namespace, world_size: int) -> Degrees:
 
 
 def _of_length(
-    job: Job, options: Options, degrees: Callable[[int], Degrees]
+    job: Job, options: Options, degrees: Callable[[int], Degrees], *, quick: bool
 ) -> tuple[ModelPlan, str]:
     """Return the plan of a length, and in words whether it fits."""
     plan = plan_options(job, options)
     if not plan.fits:
         return plan, _nothing_fits(plan, options, degrees)
-    used = plan.memory.total / job.memory_bytes
-    most = longest(job, options)
-    words = "" if most is None else f"; up to {most.job.seqlen:,} tokens would"
-    return plan, f"fits in {100 * used:.0f} % of the memory{words}"
+    if job.memory_bytes == float("inf"):
+        return plan, f"a rank takes {format_bytes(round(plan.memory.total))}"
+    text = f"fits in {100 * plan.memory.total / job.memory_bytes:.0f} % of the memory"
+    most = None if quick else longest(job, options)
+    return plan, text if most is None else f"{text}; up to {most.job.seqlen:,} tokens would"
 
 
 def _nothing_fits(plan: ModelPlan, options: Options, degrees: Callable[[int], Degrees]) -> str:

@@ -47,33 +47,49 @@ def _trainer(plan: ModelPlan) -> list[str]:
     if why_not:
         return [why_not]
     optimizer = OPTIMIZER_NAMES.get(job.optimizer, "adamw_torch")
-    again = job.recompute != "none"
-    fsdp = f'"version": 2, "activation_checkpointing": {again}'
+    sizes = f"({degrees.dp}, {degrees.cp})"
     return [
-        f'mesh = init_device_mesh("cuda", ({degrees.dp}, {degrees.cp}), '
-        'mesh_dim_names=("dp", "cp"))',
-        f'register(group=mesh["cp"], layout="{plan.attention.layout}", '
-        f"strategy={strategy_of(plan)})",
+        f'mesh = init_device_mesh("cuda", {sizes}, mesh_dim_names=("dp", "cp"))',
+        'register(group=mesh["cp"],',
+        f'    layout="{plan.attention.layout}", strategy={strategy_of(plan)})',
         f"TrainingArguments(out, per_device_train_batch_size={job.batch}, bf16=True,",
         f'    gradient_accumulation_steps={job.microbatches}, optim="{optimizer}",',
-        f"    use_liger_kernel={job.loss == 'fused'}, fsdp=True,",
-        f"    fsdp_config={{{fsdp}}})",
-        *_about_recomputation(job),
+        f"    use_liger_kernel={job.loss == 'fused'},",
+        *_checkpointing(job),
+        *_fsdp(job),
     ]
 
 
-def _about_recomputation(job: Job) -> list[str]:
-    """Return a comment where a trainer's checkpointing differs from the plan."""
-    if job.recompute != "attention":
+def _fsdp(job: Job) -> list[str]:
+    """Return the arguments for FSDP, which shards over all ranks."""
+    degrees = job.degrees
+    if degrees.fsdp == 1:
+        return [")"]
+    lines = ['    fsdp=True, fsdp_config={"version": 2})']
+    if degrees.fsdp < degrees.world_size:
+        lines.append(f"# it shards weights over all ranks; the plan has --fsdp {degrees.fsdp}")
+    return lines
+
+
+def _checkpointing(job: Job) -> list[str]:
+    """Return the arguments for recomputation."""
+    if job.recompute == "none":
         return []
-    return ["# its checkpointing runs attention again: plan --recompute full has that time"]
+    if job.recompute == "full":
+        return ["    gradient_checkpointing=True,"]
+    # Of each layer, the results of attention are kept.
+    return [
+        "    gradient_checkpointing=True,",
+        '    gradient_checkpointing_kwargs={"use_reentrant": False,',
+        '        "context_fn": partial(create_selective_checkpoint_contexts,',
+        "            [torch.ops.ring_attn.attention.default])},",
+    ]
 
 
 def _torchtitan(plan: ModelPlan) -> list[str]:
     job, degrees = plan.job, plan.job.degrees
     if degrees.fsdp % degrees.cp:
         return [f"not with --fsdp {degrees.fsdp}: it shards weights over all cp ranks"]
-    modes = {"none": "none", "attention": "selective", "full": "full"}
     sizes = {
         "context_parallel_degree": degrees.cp,
         "data_parallel_shard_degree": degrees.fsdp // degrees.cp,
@@ -85,10 +101,12 @@ def _torchtitan(plan: ModelPlan) -> list[str]:
     lines = [f"--parallelism.{name} {size}" for name, size in sizes.items() if size > 1]
     lines += [
         f"--training.seq_len {job.seqlen} --training.local_batch_size {job.batch}",
-        f"--activation_checkpoint.mode {modes[job.recompute]}",
-        f'ring_attn.ContextParallel(strategy={strategy_of(plan)}, layout="zigzag", inside="local")',
-        "# instead of apply_cp_to_forward, see docs/training.md",
+        f"--activation_checkpoint.mode {'none' if job.recompute == 'none' else 'full'}",
+        'style = ring_attn.ContextParallel(layout="zigzag", inside="local",',
+        f"    strategy={strategy_of(plan)})  # see docs/training.md",
     ]
+    if job.recompute == "attention":
+        lines.append("# its checkpointing runs attention again: --recompute full has that time")
     if plan.attention.layout != "zigzag":
         lines.append(f"# it shards by zigzag only; the plan has {plan.attention.layout}")
     return lines
@@ -101,9 +119,10 @@ def _accelerate(plan: ModelPlan) -> list[str]:
         return [why_not]
     return [
         f"accelerate launch --num_processes {degrees.world_size} --mixed_precision bf16 \\",
-        "    --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\",
+        "    --use_fsdp --fsdp_version 2 \\",
+        "    --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\",
         f"    --fsdp_activation_checkpointing {str(job.recompute != 'none').lower()} train.py",
-        "# in train.py: mesh and register as for the Trainer; not --parallelism_config_cp_size",
+        "# in train.py: mesh and register as above; without accelerate's own cp_size",
     ]
 
 
@@ -120,5 +139,5 @@ def _axolotl(plan: ModelPlan) -> list[str]:
         f"gradient_checkpointing: {str(job.recompute != 'none').lower()}",
         f"optimizer: {OPTIMIZER_NAMES.get(job.optimizer, 'adamw_torch')}",
         "fsdp_version: 2",
-        "# it then runs the ring of ring-flash-attn, whose time and buffers differ from the plan's",
+        "# axolotl then runs ring-flash-attn, whose time and buffers are others",
     ]

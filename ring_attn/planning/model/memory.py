@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.machines.count import CONNECTION_BYTES, SHARED_NET_BYTES
 from ring_attn.planning.model.architecture import Attention
 from ring_attn.planning.model.degrees import stages_of
@@ -84,8 +85,10 @@ def _parts(job: Job, stage: int, attention_bytes: float, communicator_bytes: flo
     parts = [
         *_of_weights(job, stage),
         Part("activations", kept, f"kept for the backward, recomputation: {job.recompute}"),
-        Part("one layer", working, "most of a layer's forward and backward", at_peak=in_layer),
-        Part("attention's buffers", attention_bytes, "messages, sums of a call", at_peak=in_layer),
+        Part("one layer", working, "the most that a layer holds", at_peak=in_layer),
+        Part(
+            "attention's buffers", attention_bytes, "messages and sums of a call", at_peak=in_layer
+        ),
         Part("logits and loss", head, job.loss, job.loss == "fused", at_peak=not in_layer),
     ]
     if job.device_type == "cuda":
@@ -146,15 +149,13 @@ def _of_weights(job: Job, stage: int) -> list[Part]:
         # and the head, whose sum is the last.
         reduced = largest * (job.dtype.itemsize + REDUCED_BYTES) + outside * job.dtype.itemsize
     size = job.weight_dtype.itemsize
-    words = f"{'float32' if size == 4 else '16 bits'}, 1/{degrees.fsdp} of them"
+    ranks = degrees.fsdp * degrees.tp * degrees.pp
+    words = dtype_name(job.weight_dtype)
+    words += f", shared by {ranks} ranks" if ranks > 1 else ""
     return [
         Part("weights", sharded * size, words),
-        Part("gathered weights", gathered, "two layers, embedding and head, while they run"),
-        Part(
-            "gradients",
-            sharded * size + reduced,
-            "with those of a layer and the head, not yet reduced",
-        ),
+        Part("gathered weights", gathered, "of two layers, embedding and head"),
+        Part("gradients", sharded * size + reduced, "with those that are not yet reduced"),
         Part("optimizer", sharded * OPTIMIZERS[job.optimizer], job.optimizer),
     ]
 

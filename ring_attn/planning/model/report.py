@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +16,7 @@ from ring_attn.planning.model.job import Job
 from ring_attn.planning.model.memory import Part
 from ring_attn.planning.model.step import PRODUCT_SHARE, Step
 
-GB = 1e9
+GB, WIDTH = 1e9, 80
 
 
 def text_of(plan: ModelPlan, *, verbose: bool = False) -> str:
@@ -30,11 +31,12 @@ def text_of(plan: ModelPlan, *, verbose: bool = False) -> str:
 def heading(job: Job) -> str:
     """Return the model, the ranks and the options in lines."""
     architecture, cluster = job.model.architecture, job.cluster
-    weights = job.model.weights.total / 1e9
+    weights = f"{job.model.weights.total / 1e9:.3g}"
     batches = f", {job.microbatches} batches a step" if job.microbatches > 1 else ""
     documents = f", {len(job.documents) - 1} documents" if job.documents else ""
+    name = architecture.name if len(architecture.name) <= 40 else f"...{architecture.name[-37:]}"
     lines = [
-        f"{architecture.name}: {weights:.3g} B weights, {layers_in_words(architecture)}",
+        f"{name}: {weights} B weights, {layers_in_words(architecture)}",
         f"{job.seqlen:,} tokens x {job.batch}{documents}{batches} on {job.degrees.world_size} x "
         f"{cluster.device.name} (nodes of {cluster.node_size}): {job.degrees}",
         f"recomputation {job.recompute}, loss {job.loss}, {job.optimizer}, {dtype_name(job.dtype)}"
@@ -43,7 +45,12 @@ def heading(job: Job) -> str:
     longest = architecture.max_positions
     if longest is not None and job.seqlen > longest:
         lines.append(f"the model was made for {longest:,} positions: its RoPE needs scaling")
-    return "\n".join(lines)
+    return "\n".join(map(wrapped, lines))
+
+
+def wrapped(line: str) -> str:
+    """Return a line in lines of at most `WIDTH`."""
+    return textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def layers_in_words(architecture: Architecture) -> str:
@@ -94,8 +101,8 @@ def step_table(plan: ModelPlan) -> str:
     for name, (seconds, words) in rows.items():
         if seconds > 0 or name in always:
             lines.append(f"{name:20}{format_seconds(seconds):>11}  {words}")
-    lines.append(f"{'total':20}{format_seconds(step.seconds):>11}  {speed(step)}")
-    return "\n".join(lines)
+    lines.append(f"{'total':20}{format_seconds(step.seconds):>11}")
+    return "\n".join([*lines, speed(step)])
 
 
 def speed(step: Step) -> str:
@@ -133,9 +140,9 @@ def confidence(plan: ModelPlan) -> str:
     kernels = job.cluster.device.source
     if plan.attention.kinds:
         kernels = plan.attention.kinds[0].choice.problem.cluster.device.source
-    return (
-        f"confidence: activations {activations}{why}; attention simulated, kernels' speed "
-        f"{kernels}; lines marked estimate are assumed; no GPU has confirmed a plan"
+    return wrapped(
+        f"confidence: activations {activations}{why}; attention simulated with kernels' speed "
+        f"{kernels}; no GPU has confirmed a plan"
     )
 
 
@@ -145,22 +152,19 @@ def nothing_fits(plan: ModelPlan, longest: ModelPlan | None, fewest: ModelPlan |
     where = f"{job.degrees.world_size} x {job.cluster.device.name}"
     largest = max((x for x in memory.parts if x.at_peak), key=lambda part: part.nbytes)
     lines = [
-        f"does not fit: at least {memory.total / GB:.1f} GB of the {job.memory_bytes / GB:.1f} GB "
-        f"of a rank, most by {largest.name} ({largest.nbytes / GB:.1f} GB)"
+        f"does not fit: a rank needs {memory.total / GB:,.1f} of {job.memory_bytes / GB:,.1f} GB, "
+        f"{largest.name} {largest.nbytes / GB:,.1f}"
     ]
     if longest is None:
-        lines.append(
-            f"no length fits on {where}: {memory.fixed / GB:.1f} GB do not depend on the length"
-        )
+        lines.append(f"no length fits on {where}: {memory.fixed / GB:,.1f} GB are for any length")
     else:
         lines.append(f"the longest sequence on {where}: {longest.job.seqlen:,} tokens")
     if fewest is None:
         lines.append(f"no number of ranks up to {MAX_RANKS:,} fits: pass larger --tp, --pp or --ep")
     else:
-        chosen = fewest.job
+        degrees = fewest.job.degrees
         lines.append(
-            f"the fewest ranks for {job.seqlen:,} tokens: {chosen.degrees.world_size} "
-            f"({chosen.degrees}; recomputation {chosen.recompute}, loss {chosen.loss})"
+            f"the fewest ranks for {job.seqlen:,} tokens: {degrees.world_size} ({degrees})"
         )
     return "\n".join(lines)
 

@@ -153,7 +153,8 @@ def _one_of_each_kind(model: Model) -> tuple[list[int], list[nn.Module]]:
     """
     layers = _layers_of(model)
     found: dict[tuple[object, ...], int] = {}
-    kinds, left = [], []
+    kinds: list[int] = []
+    left: list[nn.Module] = []
     for layer in layers:
         parts = [(name, type(part)) for name, part in layer.named_modules()]
         shapes = [(name, x.shape) for name, x in layer.named_parameters()]
