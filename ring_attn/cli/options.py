@@ -178,8 +178,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     to write into a trainer. The exit status is 1 if the model does not fit.
 
         ring-attn plan --model llama-3-8b --seqlen 1M --world-size 64
-        ring-attn plan --model config.json --world-size 8 --fits      the longest sequence
-        ring-attn plan --model config.json --target 1M --tp 2         the fewest GPUs
+        ring-attn plan --model config.json --world-size 8 --fits    how long?
+        ring-attn plan --model config.json --target 1M --tp 2       how many GPUs?
     """
     _add_call(parser)
     _add_model(parser)
