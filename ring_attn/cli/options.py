@@ -173,8 +173,16 @@ def plan(parser: argparse.ArgumentParser) -> None:
     command needs no process group and no GPU.
 
         ring-attn plan --seqlen 1M --world-size 64 --kv-heads 8 --cluster h200
+
+    With --model it plans a whole training step: the memory of a rank, the time of a step, and what
+    to write into a trainer. The exit status is 1 if the model does not fit.
+
+        ring-attn plan --model llama-3-8b --seqlen 1M --world-size 64
+        ring-attn plan --model config.json --world-size 8 --fits    how long?
+        ring-attn plan --model config.json --target 1M --tp 2       how many GPUs?
     """
     _add_call(parser)
+    _add_model(parser)
     _add_candidates(parser)
     _add_cluster(parser)
     add_plot(parser, "the times of strategies, and the best one's timeline and memory,")
@@ -184,15 +192,22 @@ def plan(parser: argparse.ArgumentParser) -> None:
 def _add_call(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that describe the call."""
     add = parser.add_argument
-    add("--seqlen", type=parse_size, required=True, help="global length, such as 1M")
-    add("--world-size", type=parse_size, required=True, help="number of ranks")
+    add(
+        "--seqlen",
+        type=parse_size,
+        help="global length, such as 1M (no default: needed, except with --fits or --target)",
+    )
+    add(
+        "--world-size",
+        type=parse_size,
+        help="number of ranks (no default: needed, except with --target)",
+    )
     add("--batch", type=parse_size, default=1, help="sequences at a time (default: 1)")
     add(
         "--heads",
         dest="nheads",
         type=parse_size,
         metavar="N",
-        default=HEADS,
         help=f"heads of q (default: {HEADS})",
     )
     add(
@@ -207,7 +222,6 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
         dest="headdim",
         type=parse_size,
         metavar="N",
-        default=HEADDIM,
         help=f"head dim of q and k (default: {HEADDIM})",
     )
     add(
@@ -228,7 +242,6 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
         "--window",
         dest="window_size",
         type=parse_window,
-        default=(-1, -1),
         metavar="LEFT,RIGHT",
         help="sizes such as 4k,0; -1 is unbounded (default: --window=-1,-1)",
     )
@@ -240,6 +253,78 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
         "(default: one document)",
     )
     add_switch(parser, "--backward", "plan the backward too")
+
+
+# Options of `plan` that are for a model only, by their attributes.
+MODEL_OPTIONS = (
+    "fits",
+    "target",
+    "cp",
+    "tp",
+    "pp",
+    "ep",
+    "fsdp",
+    "microbatches",
+    "recompute",
+    "loss",
+    "optimizer",
+    "weights",
+)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan` that describe the training of a model."""
+    add = parser.add_argument
+    add(
+        "--model",
+        metavar="NAME|FILE",
+        help="plan the training of a model: a config.json of Hugging Face, a folder with one, or a "
+        "name such as llama-3-8b; a wrong name lists all (default: plan one call of attention)",
+    )
+    add("--fits", action="store_true", help="find the longest sequence that fits")
+    add(
+        "--target",
+        type=parse_size,
+        metavar="SEQLEN",
+        help="find the fewest ranks for this length, such as 1M (default: --world-size is given)",
+    )
+    _add_degrees(parser)
+    add(
+        "--recompute",
+        choices=("none", "attention", "full"),
+        help="what the backward computes again: nothing; all but attention; all (default: the "
+        "fastest that fits)",
+    )
+    add(
+        "--loss",
+        choices=("logits", "fused"),
+        help="all logits at once, or projection and loss by chunks, as Liger's (default: the "
+        "fastest that fits)",
+    )
+    add(
+        "--optimizer",
+        choices=("adamw", "adamw-8bit", "sgd", "momentum", "none"),
+        help="optimizer, whose states a rank holds (default: adamw)",
+    )
+    add(
+        "--weights",
+        type=parse_dtype,
+        metavar="DTYPE",
+        help="dtype of weights and gradients (default: float32, with products in --dtype)",
+    )
+
+
+def _add_degrees(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan` that say how ranks share a model."""
+    for name, text in (
+        ("cp", "ranks that share each sequence (default: all that --tp and --pp leave)"),
+        ("tp", "ranks that share each layer, tensor parallelism (default: 1)"),
+        ("pp", "stages of a pipeline (default: 1)"),
+        ("ep", "ranks that share the experts (default: 1)"),
+        ("fsdp", "ranks that share weights and optimizer (default: all that --tp and --pp leave)"),
+        ("microbatches", "batches of a step (default: as many as stages)"),
+    ):
+        parser.add_argument(f"--{name}", type=parse_size, metavar="N", help=text)
 
 
 def _add_candidates(parser: argparse.ArgumentParser) -> None:

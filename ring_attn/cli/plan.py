@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate, cycle, takewhile
@@ -13,6 +13,7 @@ from itertools import accumulate, cycle, takewhile
 import torch
 
 from ring_attn import plots
+from ring_attn.cli import plan_model
 from ring_attn.cli.arguments import (
     command_line,
     format_size,
@@ -22,6 +23,7 @@ from ring_attn.cli.arguments import (
     with_options,
     write_json,
 )
+from ring_attn.cli.options import HEADDIM, HEADS
 from ring_attn.machines.check import check
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
@@ -62,11 +64,24 @@ def run(args: argparse.Namespace) -> int:
             for value in runpy.run_path(str(args.load)).values():
                 if isinstance(value, StrategyCode):
                     stack.enter_context(registered(value))
-        return run_plan(args)
+        plan_model.check_options(args)
+        return run_plan(args) if args.model is None else run_model(args)
+
+
+def run_model(args: argparse.Namespace) -> int:
+    """Plan a model's training step; return 1 if it does not fit."""
+    check_sizes(args)
+    documents = None
+    if args.documents is not None:
+        documents = boundaries(args.documents, args.seqlen)
+    cluster = cluster_of(args.cluster, args.node_size, args.world_size or 1)
+    with num_threads(1):
+        return plan_model.run(args, cluster, documents)
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """Plan a call and print the choice; return 1 if --check finds a fault."""
+    args = with_sizes(args)
     check_bounds(args)
     with num_threads(1):  # on a busy machine, threads of small operators wait for each other
         choice = plan(args)
@@ -88,6 +103,13 @@ def run_plan(args: argparse.Namespace) -> int:
     if figure is not None and is_first_rank():
         plots.save(figure, args.plot)
     return 0 if ok else 1
+
+
+def with_sizes(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options of a call with the defaults of those that --model does not allow."""
+    defaults = {"nheads": HEADS, "headdim": HEADDIM, "window_size": (-1, -1)}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return argparse.Namespace(**{**vars(args), **defaults, **given})
 
 
 def checked(choice: Choice, *, quiet: bool) -> bool:
@@ -118,10 +140,7 @@ def shortened_lines(text: str, num: int) -> str:
 
 def check_bounds(args: argparse.Namespace) -> None:
     """Refuse sizes whose plan would take much more than 20 s or 4 GiB."""
-    documents = 0
-    if args.documents is not None:
-        # The lengths are repeated until the sequence is full; rounded up.
-        documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
+    check_sizes(args)
     heads = args.batch * args.nheads
     if args.check and args.world_size > MAX_CHECKED:
         raise ValueError(
@@ -133,27 +152,47 @@ def check_bounds(args: argparse.Namespace) -> None:
             f"--plot works for at most {MAX_EXACT} ranks, because timelines of more ranks are not "
             f"simulated, got {args.world_size}"
         )
-    for option, value, limit in (
-        ("--world-size", args.world_size, MAX_RANKS),
-        ("--seqlen", args.seqlen, MAX_ROWS),
-        ("--heads", args.nheads, MAX_HEADS),
-        ("--batch x heads x head dim", heads * args.headdim, MAX_ROW),
-        ("--batch x heads x head dim of v", heads * (args.headdim_v or 0), MAX_ROW),
-        ("documents", documents, MAX_DOCUMENTS),
-    ):
+    check_limits(
+        {
+            "--heads": (args.nheads, MAX_HEADS),
+            "--batch x heads x head dim": (heads * args.headdim, MAX_ROW),
+            "--batch x heads x head dim of v": (heads * (args.headdim_v or 0), MAX_ROW),
+        }
+    )
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Refuse numbers of ranks, rows and documents whose plan would take too long."""
+    documents, world_size = 0, args.world_size or 1
+    if args.documents is not None:
+        # The lengths are repeated until the sequence is full; rounded up.
+        documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
+    check_limits(
+        {
+            "--world-size": (world_size, MAX_RANKS),
+            "--seqlen": (args.seqlen or 1, MAX_ROWS),
+            "--target": (args.target or 1, MAX_ROWS),
+            "documents": (documents, MAX_DOCUMENTS),
+        }
+    )
+    meetings = documents * world_size**2
+    if args.layout in ("auto", "striped") and meetings > MAX_MEETINGS:
+        raise ValueError(
+            f"documents x ranks x ranks must be at most {format_size(MAX_MEETINGS)} with striped "
+            f"shards, which takes about 20 s to plan, got {documents} documents x "
+            f"{world_size} x {world_size} ranks: pass --layout zigzag, contiguous or "
+            "balanced"
+        )
+
+
+def check_limits(values: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse a value above its limit."""
+    for option, (value, limit) in values.items():
         if value > limit:
             raise ValueError(
                 f"{option} must be at most {format_size(limit)}, which takes about 20 s and 4 GiB "
                 f"to plan, got {value}"
             )
-    meetings = documents * args.world_size**2
-    if args.layout in ("auto", "striped") and meetings > MAX_MEETINGS:
-        raise ValueError(
-            f"documents x ranks x ranks must be at most {format_size(MAX_MEETINGS)} with striped "
-            f"shards, which takes about 20 s to plan, got {documents} documents x "
-            f"{args.world_size} x {args.world_size} ranks: pass --layout zigzag, contiguous or "
-            "balanced"
-        )
 
 
 def plan(args: argparse.Namespace) -> Choice:
@@ -163,7 +202,7 @@ def plan(args: argparse.Namespace) -> Choice:
     """
     return with_options(
         explain,
-        args,
+        with_sizes(args),
         cu_seqlens=None if args.documents is None else boundaries(args.documents, args.seqlen),
         cluster=cluster_of(args.cluster, args.node_size, args.world_size),
         effort="best" if args.quick else "names",

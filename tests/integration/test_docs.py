@@ -203,7 +203,7 @@ def test_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         if output is not None:
             assert line.startswith("ring-attn "), f"{line}: only ring-attn is run"
             with redirect_stdout(io.StringIO()) as printed:
-                assert cli.main(shlex.split(line)[1:]) in (0, 2)
+                assert cli.main(shlex.split(line)[1:]) in (0, 1, 2)
             text = printed.getvalue() + capsys.readouterr().err
             pages.check_output(TEXTS[name], 0, output, text)
 

@@ -50,6 +50,7 @@ ROWS = [
     "__init__",
     "integrations testing.launch cli.arguments",
     "testing",
+    "planning.model",
     "cli.env cli.options",
     "cli.verify cli.calibrate",
     "cli.doctor",

@@ -1,0 +1,260 @@
+"""The time of a step, by what takes it: a model of the device, except for attention's simulation.
+
+Products take their FLOPs at a share of the device's peak, other operators their bytes at the
+memory's bandwidth, attention what `explain` simulates. Weights that FSDP gathers are hidden behind
+the layer before; messages of TP and EP are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, log2
+
+from ring_attn.planning.model.architecture import Attention, Recurrence
+from ring_attn.planning.model.attention import AttentionPlan, recurrence_seconds
+from ring_attn.planning.model.degrees import stages_of
+from ring_attn.planning.model.job import OPTIMIZERS, Job
+from ring_attn.planning.model.memory import layer_weights, sharded_weights
+
+# Peak FLOP/s of 16-bit products without sparsity, of the device whose rates an architecture has:
+# A100, H100 SXM and B200, by their datasheets.
+PEAK_FLOPS = {"sm_80": 312e12, "sm_90": 989e12, "sm_100": 2250e12}
+
+# Share of the peak that large products reach: an estimate.
+PRODUCT_SHARE = 0.7
+
+
+def peak_flops(job: Job) -> float | None:
+    """Return the peak of a device's products, or None if it is not known."""
+    device = job.cluster.device
+    peak = PEAK_FLOPS.get(device.architecture)
+    return None if peak is None else peak * device.speed
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step on the busiest stage, by what takes them; `exposed` lets nothing run.
+
+    Attributes:
+        attention, products, operators, recurrences: compute of all batches.
+        exposed: waits for messages, by what sends them; those of attention are a part of its time.
+        bubble: time in which a stage of a pipeline waits for others.
+        optimizer: update of the weights.
+        tokens: tokens of a step, of all ranks.
+        world_size: number of ranks.
+        flops: FLOPs of the model in a step, without recomputation.
+        peak: peak FLOP/s of a rank; None if unknown.
+    """
+
+    attention: float
+    products: float
+    operators: float
+    recurrences: float
+    exposed: dict[str, float]
+    bubble: float
+    optimizer: float
+    tokens: int
+    world_size: int
+    flops: float
+    peak: float | None
+
+    @cached_property
+    def seconds(self) -> float:
+        waits = sum(x for name, x in self.exposed.items() if name != "attention")
+        compute = self.attention + self.products + self.operators + self.recurrences
+        return compute + waits + self.bubble + self.optimizer
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and rank."""
+        return self.tokens / self.seconds / self.world_size
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak that the model's FLOPs reach; None if the peak is unknown."""
+        if self.peak is None:
+            return None
+        return self.flops / self.seconds / self.world_size / self.peak
+
+
+def step_of(job: Job, attention: AttentionPlan) -> Step:
+    """Return the time of a step."""
+    stages = stages_of(len(job.model.architecture.layers), job.degrees.pp)
+    every = [_Stage(job, attention, stage, layers) for stage, layers in enumerate(stages)]
+    busiest = max(every, key=lambda stage: stage.seconds)
+    batches, pp = job.microbatches, job.degrees.pp
+    return Step(
+        attention=batches * busiest.attention,
+        products=batches * busiest.products,
+        operators=batches * busiest.operators,
+        recurrences=batches * busiest.recurrences,
+        exposed={name: batches * x for name, x in busiest.exposed.items()},
+        bubble=(pp - 1) * busiest.seconds,
+        optimizer=_optimizer(job),
+        tokens=job.tokens,
+        world_size=job.degrees.world_size,
+        flops=model_flops(job, attention),
+        peak=peak_flops(job),
+    )
+
+
+def model_flops(job: Job, attention: AttentionPlan) -> float:
+    """Return the FLOPs of a step in all ranks: 6 for each token and weight, and attention's.
+
+    Attention counts visible pairs only, and nothing is counted twice for recomputation.
+    """
+    architecture = job.model.architecture
+    share = architecture.experts_per_token / max(architecture.experts, 1)
+    products = 6.0 * job.tokens * job.model.weights.visited(share)
+    calls = job.degrees.dp * job.microbatches
+    pairs = 3.0 * calls * sum(kind.count * kind.flops for kind in attention.kinds)
+    return products + pairs
+
+
+def _optimizer(job: Job) -> float:
+    """Return the seconds in which the weights are updated: each is read and written once."""
+    states = OPTIMIZERS[job.optimizer]
+    if job.optimizer == "none":
+        return 0.0
+    size = job.weight_dtype.itemsize
+    held = max(sharded_weights(job, stage) for stage in range(job.degrees.pp))
+    return held * (3 * size + 2 * states) / job.cluster.device.memory_bandwidth
+
+
+class _Stage:
+    """Seconds of one batch, forward and backward, on a stage of the pipeline."""
+
+    def __init__(self, job: Job, plan: AttentionPlan, stage: int, layers: range) -> None:
+        self._job, self._plan = job, plan
+        self._again = job.recompute != "none"
+        self.attention = self.products = self.operators = self.recurrences = 0.0
+        self.exposed = {"attention": 0.0, "fsdp": 0.0, "tp": 0.0, "ep": 0.0, "states": 0.0}
+        for index in layers:
+            self._add_layer(index)
+        if stage == job.degrees.pp - 1:
+            self._add_head()
+        if job.degrees.tp == 1:
+            del self.exposed["tp"]
+        if job.degrees.ep == 1:
+            del self.exposed["ep"]
+        if not job.model.architecture.recurrences:
+            del self.exposed["states"]
+
+    @property
+    def seconds(self) -> float:
+        waits = sum(x for name, x in self.exposed.items() if name != "attention")
+        return self.attention + self.products + self.operators + self.recurrences + waits
+
+    def _add_layer(self, index: int) -> None:
+        job = self._job
+        layer = job.model.architecture.layers[index]
+        forward, backward = self._row_seconds(index)
+        mixed = self._mixer(layer.mixer)
+        before, after = forward + mixed[0], backward + mixed[1]
+        self._add_fsdp(index, before, after)
+        hidden = job.rows * job.model.architecture.hidden * job.dtype.itemsize
+        passes = 3 if self._again else 2
+        if job.degrees.tp > 1:
+            # Rows are gathered, and sums scattered, around attention and the feedforward part.
+            each = hidden / job.degrees.tp
+            of_pass = 4 * collective_seconds(job, each, job.degrees.tp, 1)
+            self.exposed["tp"] += passes * of_pass
+        part = layer.feedforward
+        if job.degrees.ep > 1 and part is not None and part.experts:
+            tokens = hidden * part.per_token / job.degrees.tp / job.degrees.ep
+            of_pass = 2 * all_to_all_seconds(job, tokens, job.degrees.ep, job.degrees.tp)
+            self.exposed["ep"] += passes * of_pass
+
+    def _row_seconds(self, index: int) -> tuple[float, float]:
+        """Add products and other operators of a layer; return the seconds of both directions."""
+        job = self._job
+        weights, part = job.model.weights.layers[index], job.model.architecture.layers[index]
+        experts = part.feedforward
+        share = experts.per_token / experts.experts if experts and experts.experts else 0.0
+        rows = job.rows / job.degrees.tp
+        product = 2.0 * rows * (weights.dense + share * weights.experts) / self._product_speed
+        moved, bandwidth = (
+            job.model.activations.of_layer(index),
+            job.cluster.device.memory_bandwidth,
+        )
+        operators = moved.moved_forward * rows / bandwidth
+        back_products = (3 if self._again else 2) * product
+        back_operators = moved.moved_backward * rows / bandwidth + self._again * operators
+        self.products += product + back_products
+        self.operators += operators + back_operators
+        return product + operators, back_products + back_operators
+
+    @property
+    def _product_speed(self) -> float:
+        """FLOP/s of products; of unknown devices, that of attention."""
+        peak = peak_flops(self._job)
+        return self._job.cluster.device.forward.flops if peak is None else PRODUCT_SHARE * peak
+
+    def _mixer(self, mixer: Attention | Recurrence | None) -> tuple[float, float]:
+        """Add what mixes the rows of a layer; return the seconds of both directions."""
+        if mixer is None:
+            return 0.0, 0.0
+        if isinstance(mixer, Attention):
+            kind = self._plan.of(mixer)
+            again = self._job.recompute == "full"
+            forward, backward = kind.forward, kind.backward + again * kind.forward
+            self.attention += forward + backward
+            self.exposed["attention"] += (1 + again) * kind.exposed_forward + kind.exposed_backward
+            return forward, backward
+        forward = recurrence_seconds(self._job, mixer, self._product_speed)
+        states = self._plan.seconds_of_states[mixer]
+        self.recurrences += (4 if self._again else 3) * forward
+        self.exposed["states"] += (3 if self._again else 2) * states
+        return forward, (3 if self._again else 2) * forward
+
+    def _add_fsdp(self, index: int, forward: float, backward: float) -> None:
+        """Add the time of gathers and scatters that a layer's compute does not hide."""
+        job = self._job
+        fsdp, tp = job.degrees.fsdp, job.degrees.tp
+        if fsdp == 1:
+            return
+        shard = layer_weights(job, index) / fsdp
+        gather = collective_seconds(job, shard * job.dtype.itemsize, fsdp, tp)
+        scatter = collective_seconds(job, shard * 4, fsdp, tp)
+        self.exposed["fsdp"] += max(gather - forward, 0.0)
+        self.exposed["fsdp"] += max(gather + scatter - backward, 0.0)
+
+    def _add_head(self) -> None:
+        job = self._job
+        rows = job.rows / job.degrees.tp
+        product = 2.0 * rows * job.model.weights.projection / self._product_speed
+        # A fused loss computes the gradients with the logits; neither is computed twice.
+        self.products += 3 * product
+        moved = job.model.activations.head.moved * rows
+        self.operators += moved / job.cluster.device.memory_bandwidth
+
+
+# -- collectives, by NCCL's rings
+
+
+def collective_seconds(job: Job, shard_bytes: float, size: int, stride: int) -> float:
+    """Return the seconds of an all-gather or reduce-scatter of a shard from each rank.
+
+    Rings use the ports of all ranks of a node. `stride` is the distance of neighbours of the group.
+    """
+    if size == 1:
+        return 0.0
+    cluster = job.cluster
+    here = max(min(size, cluster.node_size // stride), 1)
+    sent = shard_bytes * (size - 1)
+    inside = sent / cluster.inside.bandwidth if here > 1 else 0.0
+    if here >= size:
+        return cluster.inside.latency * ceil(log2(size)) + inside
+    across = sent / (here * cluster.between.bandwidth)
+    return cluster.between.latency * ceil(log2(size)) + max(inside, across)
+
+
+def all_to_all_seconds(job: Job, part_bytes: float, size: int, stride: int) -> float:
+    """Return the seconds in which each rank sends a part to each other rank."""
+    cluster = job.cluster
+    here = max(min(size, cluster.node_size // stride), 1)
+    inside = part_bytes * (here - 1) / cluster.inside.bandwidth
+    across = part_bytes * (size - here) / cluster.between.bandwidth
+    latency = cluster.between.latency if size > here else cluster.inside.latency
+    return latency + max(inside, across)

@@ -1,0 +1,388 @@
+"""Weights and activations of the real module, counted on the meta device.
+
+transformers builds the model without memory. One layer of each kind then runs forward and backward,
+and every tensor with rows is counted while it lives (`LiveBytes`). Functions for which a GPU has
+kernels are replaced by ones that keep what these kernels keep: attention by ring_attn's (q, k, v,
+out, lse), recurrences by their inputs and results.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn.planning.model.sizes import (
+    Activations,
+    HeadBytes,
+    LayerBytes,
+    LayerWeights,
+    Weights,
+)
+from ring_attn.torch_private import TorchDispatchMode, tree_leaves
+
+# Rows of the run: a multiple of every chunk, and of a prime that no size of a model has. Tensors
+# whose number of elements is a multiple of this prime have rows, others are weights' gradients,
+# tables or numbers.
+PRIME = 67
+ROWS = 64 * PRIME
+
+# Weights of experts, by their names in transformers.
+EXPERTS = re.compile(r"\bexperts\.")
+
+# Rows of a chunk of fla's delta rules, whose kernel keeps a chunk x chunk matrix for each head.
+CHUNK = 64
+
+# A model, a layer or a config of transformers, which mypy skips.
+Model = Any
+
+
+class NotTraceableError(Exception):
+    """The real module cannot be built or run here; the text is the cause."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a trace of a model found."""
+
+    weights: Weights
+    activations: Activations
+
+
+def trace(values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Traced:
+    """Count the weights and activations of a model by its config.
+
+    Raises:
+        NotTraceableError: transformers is not installed, does not know the model, or the module
+            does not run on the meta device.
+    """
+    if find_spec("transformers") is None:
+        raise NotTraceableError("transformers is not installed")
+    with _quiet(), ExitStack() as stack:
+        try:
+            model = _build(values, dtype)
+            weights = weights_of(model)
+            kinds, layers = _one_of_each_kind(model)
+            stack.enter_context(_stand_ins(layers))
+            activations = _run(model, layers, kinds)
+        except NotTraceableError:
+            raise
+        except Exception as error:  # a module of transformers may fail in any way
+            text = " ".join(str(error).split())[:120]
+            raise NotTraceableError(f"{type(error).__name__}: {text}") from error
+    return Traced(weights, activations)
+
+
+# -- the model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' warnings, such as those about missing kernels."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _build(values: Mapping[str, Any], dtype: torch.dtype) -> Model:
+    """Return the model on the meta device; it has no memory."""
+    from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
+
+    model_type = str(values.get("model_type", ""))
+    if model_type not in CONFIG_MAPPING:
+        raise NotTraceableError(f"transformers does not know the model_type {model_type!r}")
+    AttentionInterface.register(_ATTENTION, _attention)
+    config = CONFIG_MAPPING[model_type](**values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=_ATTENTION
+        )
+    return model.train()
+
+
+def _layers_of(model: Model) -> nn.ModuleList:
+    """Return the list of decoder layers."""
+    num = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num:
+            return module
+    raise NotTraceableError(f"{type(model).__name__} has no list of {num} layers")
+
+
+def weights_of(model: Model) -> Weights:
+    """Return the numbers of weights of a model of transformers."""
+    layers = _layers_of(model)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    is_tied = head is None or head.weight is embedding
+    in_layers = sum(x.numel() for x in layers.parameters())
+    total = sum(x.numel() for x in model.parameters())
+    head_size = 0 if is_tied else head.weight.numel()
+    return Weights(
+        embedding=embedding.numel(),
+        head=head_size,
+        others=total - in_layers - embedding.numel() - head_size,
+        layers=tuple(_weights_of_layer(layer) for layer in layers),
+    )
+
+
+def _weights_of_layer(layer: nn.Module) -> LayerWeights:
+    sizes = {name: x.numel() for name, x in layer.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if EXPERTS.search(name))
+    return LayerWeights(dense=sum(sizes.values()) - experts, experts=experts)
+
+
+def _one_of_each_kind(model: Model) -> tuple[list[int], list[nn.Module]]:
+    """Leave one layer of each kind in the model; return the kind of each layer, and those left.
+
+    Layers of one kind have parts of the same classes, and weights of the same shapes.
+    """
+    layers = _layers_of(model)
+    found: dict[tuple[object, ...], int] = {}
+    kinds: list[int] = []
+    left: list[nn.Module] = []
+    for layer in layers:
+        parts = [(name, type(part)) for name, part in layer.named_modules()]
+        shapes = [(name, x.shape) for name, x in layer.named_parameters()]
+        kind = found.setdefault((*parts, *shapes), len(found))
+        if kind == len(left):
+            left.append(layer)
+        kinds.append(kind)
+    del layers[:]
+    layers.extend(left)
+    return kinds, left
+
+
+# -- functions whose kernels keep less than the operators of their references
+
+
+_ATTENTION = "ring_attn_traced"
+
+
+class _Kept(torch.autograd.Function):
+    """A kernel that keeps tensors for its backward, and returns gradients of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+        out, *others = make(*inputs)
+        ctx.save_for_backward(*inputs, *others, out)
+        ctx.num_inputs = len(inputs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        return (None, *(torch.empty_like(x) for x in saved[: ctx.num_inputs]))
+
+
+def _attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
+) -> tuple[Tensor, None]:
+    """Stand for ring_attn's attention: (batch, heads, rows, dim) -> (batch, rows, heads, dim)."""
+
+    def make(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    return _Kept.apply(make, *rows), None
+
+
+def _convolution(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
+    return _Kept.apply(lambda x, weight: (torch.empty_like(x),), x, weight)
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object
+) -> tuple[Tensor, None]:
+    def make(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(value), value.new_empty(*value.shape[:3], CHUNK)
+
+    return _Kept.apply(make, query, key, value, g, beta), None
+
+
+def _scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: object, **__: object) -> Any:
+    return _Kept.apply(lambda x, *_: (torch.empty_like(x),), x, dt, A, B, C)
+
+
+# Names of functions in the Python files of models -> what stands for them.
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+    "mamba_selective_scan": _scan,
+}
+
+
+@contextmanager
+def _stand_ins(layers: list[nn.Module]) -> Iterator[None]:
+    """Replace the functions of recurrences in the Python files of the layers' parts."""
+    files = {type(part).forward.__globals__["__name__"] for x in layers for part in x.modules()}
+    with ExitStack() as stack:
+        for name in files:
+            for function, stand_in in STAND_INS.items():
+                target = f"{name}.{function}"
+                if hasattr(sys.modules[name], function):
+                    stack.enter_context(mock.patch(target, stand_in))
+        yield
+
+
+# -- counting
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of tensors with rows, for as long as their storages live.
+
+    Attributes:
+        live: bytes that live now.
+        most: the greatest `live` since it was last set.
+        moved: bytes that operators other than products have read and written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = self.moved = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in _tensors(out) if self._hold(x)]
+        if made and func.overloadpacket.__name__ not in PRODUCTS:
+            self.moved += sum(x.nbytes for x in (*_tensors((args, kwargs)), *made))
+        return out
+
+    def _hold(self, x: Tensor) -> bool:
+        """Count the storage of a tensor until it is freed; return whether it is new."""
+        storage = x.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known or (nbytes // x.itemsize) % PRIME:
+            return False
+        self._known.add(key)
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+        finalize(storage, self._freed, key, nbytes)
+        return True
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.remove(key)
+        self.live -= nbytes
+
+
+# Operators whose time is that of their FLOPs.
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm"}
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+class _Watch:
+    """Record the counts at the borders of layers, forward and backward.
+
+    Border i is the input of layer i, the last one is the output of the last layer. In the backward
+    the gradient of border i is ready when layer i has ended.
+    """
+
+    def __init__(self, counted: LiveBytes, num_layers: int) -> None:
+        self.counted, self.num_layers = counted, num_layers
+        self.before = [0] * (num_layers + 1)  # live bytes at each border in the forward
+        # Most live bytes, and moved bytes, from a border to the next one; the last is the head's.
+        self.most_forward, self.moved_forward = [0] * num_layers, [0] * num_layers
+        self.most_backward, self.moved_backward = [0] * (num_layers + 1), [0] * (num_layers + 1)
+        self._moved = 0
+
+    def entered(self, index: int, border: Tensor) -> None:
+        """Begin a layer's forward; the last index begins the head."""
+        self.before[index] = self.counted.live
+        self._next()
+        border.register_hook(lambda _: self._left_backward(index))
+
+    def left(self, index: int) -> None:
+        """End a layer's forward."""
+        self.most_forward[index] = self.counted.most
+        self.moved_forward[index] = self.counted.moved - self._moved
+
+    def _left_backward(self, index: int) -> None:
+        """End the backward of what follows a border."""
+        self.most_backward[index] = self.counted.most
+        self.moved_backward[index] = self.counted.moved - self._moved
+        self._next()
+
+    def _next(self) -> None:
+        self.counted.most, self._moved = self.counted.live, self.counted.moved
+
+
+def _run(model: Model, layers: list[nn.Module], kinds: list[int]) -> Activations:
+    """Run a forward and a backward, and return the bytes of each layer and of the head."""
+    counted = LiveBytes()
+    watch = _Watch(counted, len(layers))
+    with ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            for handle in _hooks(layer, index, watch):
+                stack.callback(handle.remove)
+        for weight in model.parameters():
+            handle = weight.register_post_accumulate_grad_hook(_drop_gradient)
+            stack.callback(handle.remove)
+        ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
+        with counted:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return _activations(watch, kinds)
+
+
+def _hooks(layer: nn.Module, index: int, watch: _Watch) -> list[Any]:
+    """Add the hooks of a layer that record its borders; return their handles."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watch.entered(index, args[0] if args else kwargs["hidden_states"])
+
+    def after(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+        watch.left(index)
+        if index == watch.num_layers - 1:
+            watch.entered(index + 1, out if isinstance(out, Tensor) else out[0])
+
+    return [
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after),
+    ]
+
+
+def _drop_gradient(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def _activations(watch: _Watch, kinds: list[int]) -> Activations:
+    """Return the recorded counts for each row."""
+    before, num_layers = watch.before, watch.num_layers
+    layers = tuple(
+        LayerBytes(
+            kept=(before[i + 1] - before[i]) / ROWS,
+            forward=(watch.most_forward[i] - before[i]) / ROWS,
+            backward=(watch.most_backward[i] - before[i]) / ROWS,
+            moved_forward=watch.moved_forward[i] / ROWS,
+            moved_backward=watch.moved_backward[i] / ROWS,
+        )
+        for i in range(num_layers)
+    )
+    head = HeadBytes(
+        before=before[0] / ROWS,
+        most=(watch.most_backward[num_layers] - before[num_layers]) / ROWS,
+        moved=watch.moved_backward[num_layers] / ROWS,
+    )
+    return Activations(tuple(kinds), layers, head, "traced: the real module on the meta device")
