@@ -172,6 +172,13 @@ def _others() -> Iterator[Estimate]:
         BY_HAND,
     )
     yield Estimate(
+        "one-pass programs",
+        "programs for each SM from which one kernel computes dq, dk and dv of fewer kv heads",
+        rates.ONE_PASS_PROGRAMS_PER_SM,
+        "ring_attn/backends/rates.py",
+        BY_HAND,
+    )
+    yield Estimate(
         "channels",
         "most channels of a communicator, each of which takes an SM",
         options.MAX_CTAS,

@@ -91,8 +91,11 @@ class Backend:
         """
         raise NotImplementedError
 
-    def in_one_pass(self, spec: AttentionSpec) -> bool:
-        """Return whether one pass for all gradients is faster than two, for dq and for dk, dv."""
+    def in_one_pass(self, spec: AttentionSpec, kv_rows: int | None = None) -> bool:
+        """Return whether one pass for all gradients is faster than two, for dq and for dk, dv.
+
+        `kv_rows` are the rows of keys of a launch; None if the answer must not depend on them.
+        """
         return not self.in_order
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> StepState:
@@ -223,6 +226,7 @@ class Backend:
         *,
         scores: Scores,
         out: Tensor | None = None,
+        in_one_pass: bool | None = None,
     ) -> None:
         """Add the gradients of the tiles, dq and dk without the factor `gradient_factor`.
 
@@ -235,6 +239,8 @@ class Backend:
             scores: scale and cap of the scores.
             out: output of the forward; None on ranks that do not own the q rows. There, an operator
                 that reads `out` instead of delta gets a stand-in by `out_from_delta`.
+            in_one_pass: whether the launches of the call compute all gradients at once, by the
+                method of that name; None lets the heads decide.
         """
         dout = inputs.dout
         if out is None and self.reads_out:

@@ -122,6 +122,8 @@ class Candidate:
         travels: which side is sent in the backward; None for other strategies than ring, exchange.
         bounds: lower bounds of the seconds forward and backward, from the busiest rank alone.
         busiest: a rank that computes longest.
+        kv_rows: rows of keys by which the backward's kernel is chosen, see
+            `StrategyCode.decisive_rows`.
         steps: upper bound of the steps of a direction.
         peak_bytes: most bytes that a rank holds beyond its inputs.
         communicator_bytes: bytes that NCCL's communicators hold on a rank for all calls, estimated.
@@ -138,6 +140,7 @@ class Candidate:
     travels: Traveller | None = None
     bounds: tuple[float, float] = (0.0, 0.0)
     busiest: int = 0
+    kv_rows: int | None = None
     steps: int = 1
     peak_bytes: int = 0
     communicator_bytes: int = 0

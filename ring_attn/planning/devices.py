@@ -141,11 +141,16 @@ def builtin_cluster(device: str, *, node_size: int | None = None) -> Cluster:
     )  # fmt: skip
 
 
-def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster:
-    """The cluster with the backend's rates for calls of this spec; unchanged if none are known."""
+def with_backend(
+    cluster: Cluster, backend: str, spec: AttentionSpec, kv_rows: int | None = None
+) -> Cluster:
+    """Return the cluster with the backend's rates for calls of this spec, if any are known.
+
+    `kv_rows` is as for `fills_one_pass`.
+    """
     device = cluster.device
-    rates = rates_of(device.architecture, backend, spec)
-    window = rates_of(device.architecture, backend, spec, window=True)
+    rates = rates_of(device.architecture, backend, spec, kv_rows=kv_rows)
+    window = rates_of(device.architecture, backend, spec, window=True, kv_rows=kv_rows)
     if rates is None or window is None:
         return cluster
     rates, window = rates.scaled_to(device.speed), window.scaled_to(device.speed)
