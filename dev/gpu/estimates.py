@@ -159,7 +159,7 @@ def _others() -> Iterator[Estimate]:
     yield Estimate(
         "slowdown",
         "share of its speed that attention loses beside messages",
-        devices.SLOWDOWN,
+        devices.builtin_cluster("H100").slowdown,
         "ring_attn/planning/devices.py",
         "`costs`",
         _figure("costs: slowdown", "share"),

@@ -117,7 +117,7 @@ class Backend:
         *,
         scores: Scores,
         last: bool = False,
-        beside_copies: bool = False,
+        spare_sms: int = 0,
     ) -> StepState:
         """Fold the tiles of one step into the state, in order, and return the state.
 
@@ -129,8 +129,8 @@ class Backend:
             state: the state, which may be changed in place.
             scores: scale and cap of the scores.
             last: whether no more tiles follow, so that the kernel may write out and lse at once.
-            beside_copies: whether exchanges are in flight. A kernel that occupies all
-                multiprocessors leaves some of them to the copies.
+            spare_sms: multiprocessors that a kernel which would occupy all of them until its end
+                leaves free, for the copies of exchanges in flight and for kernels of others.
         """
         for piece in _pieces_of(self, tuple(tiles), q.device.type):
             self._fold_piece(q, k, v, piece, state, scores)

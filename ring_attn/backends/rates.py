@@ -195,6 +195,16 @@ STEP_ROWS = 8192
 STEP_HEADDIM = 128
 
 
+def is_persistent(architecture: str, backend: str, spec: AttentionSpec) -> bool:
+    """Return whether the forward occupies all multiprocessors until the end of a step.
+
+    Such a forward, of our Gluon kernels, leaves some of them free for exchanges in flight.
+    """
+    headdims = GLUON_HEADDIMS.get(architecture, frozenset())
+    is_supported = spec.dtype in HALF_DTYPES and {spec.headdim, spec.headdim_v} <= headdims
+    return backend == "triton" and is_supported
+
+
 def has_one_pass(architecture: str, spec: AttentionSpec) -> bool:
     """Return whether our backward of five products supports the calls of a spec."""
     return (

@@ -114,7 +114,7 @@ class TritonBackend(Backend):
         *,
         scores: Scores,
         last: bool = False,
-        beside_copies: bool = False,
+        spare_sms: int = 0,
     ) -> TritonState:
         """Fold the tiles of one step into the state; the last step writes out and lse."""
         carried = state.carried
@@ -123,7 +123,7 @@ class TritonBackend(Backend):
             return state
         # A last launch without keys only writes out and lse, which the portable kernel does.
         gluon = state.gluon and k.size(1) > 0
-        beside_copies = beside_copies and gluon
+        spare_sms = spare_sms if gluon else 0
         q, k, v = (_copyable(x) if gluon else _unit_stride(x) for x in (q, k, v))
         batch, rows, nheads, _ = q.shape
         if first and not last:
@@ -141,7 +141,7 @@ class TritonBackend(Backend):
         def launch() -> Launch:
             make: Callable[..., Launch]
             if gluon:
-                make = partial(_gluon_forward(q.device), beside_copies=beside_copies)
+                make = partial(_gluon_forward(q.device), spare_sms=spare_sms)
             else:
                 from ring_attn.kernels.flash_fwd import forward_launch as make
             config = self._config("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
@@ -149,7 +149,7 @@ class TritonBackend(Backend):
             table = self._table(tiles, config, q.device, num_rows=rows if first or last else 0)
             return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
 
-        kind = ("fwd", first, last, beside_copies)
+        kind = ("fwd", first, last, spare_sms)
         call = (tiles, kind, scores, state.out_dtype, carried.sinks is None)
         self._launches.run(call, inputs=(q, k, v), others=others, make=launch)
         state.started = True

@@ -350,10 +350,17 @@ class Run:
         if not tiles:
             return
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
+        transport = self.transport
         self._state = self.backend.forward(
-            q, k, v, tiles, self._state, scores=self.scores,
-            last=op.last and not self.spec.max_logits, beside_copies=self.in_flight > 0,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            tiles,
+            self._state,
+            scores=self.scores,
+            last=op.last and not self.spec.max_logits,
+            spare_sms=transport.spare_sms + self.in_flight * transport.sms_per_exchange,
+        )
 
     def decode(self, op: ops.Decode) -> None:
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
