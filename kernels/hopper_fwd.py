@@ -442,7 +442,7 @@ def hopper_launch(
     softcap: float = 0.0,
     first: bool,
     last: bool,
-    beside_copies: bool = False,
+    spare_sms: int = 0,
 ) -> Launch:
     """Return the launch that folds one step, as `forward_launch`, if `takes_gluon` allows it.
 
@@ -450,10 +450,10 @@ def hopper_launch(
         q: q, k, v as from `copyable`, k and v with rows.
         state: also with the counter.
         config: BLOCK_M 128 or 192, 4 warps (of a consumer), and at least 2 stages.
-        beside_copies: leave multiprocessors to copies between GPUs.
+        spare_sms: multiprocessors to leave to copies between GPUs and to kernels of others.
     """
     inputs = KernelArgs(q, k, v)
-    schedule = step_schedule(q, k, v, table, config, beside_copies=beside_copies)
+    schedule = step_schedule(q, k, v, table, config, spare_sms=spare_sms)
     return Launch(
         hopper_fwd_kernel,
         (schedule.num_programs,),

@@ -27,10 +27,6 @@ from torch import Tensor
 from .configs import Config
 from .step_table import StepTable
 
-# A persistent grid beside copies between GPUs leaves them one in this many multiprocessors: 8 of an
-# H100's 132, the number that NCCL may use. With none free, a copy would wait for the grid's end.
-SMS_PER_COPY = 16
-
 # Multiprocessors in the interpreter: few, so that programs of a persistent grid do several tasks.
 INTERPRETER_SMS = 3
 
@@ -69,9 +65,13 @@ def step_schedule(
     config: Config,
     *,
     kv_rows: bool = False,
-    beside_copies: bool = False,
+    spare_sms: int = 0,
 ) -> Schedule:
-    """The schedule of q rows of each head against keys, or of kv rows of each kv head."""
+    """The schedule of q rows of each head against keys, or of kv rows of each kv head.
+
+    A persistent grid leaves `spare_sms` multiprocessors free, at most half of all: copies between
+    GPUs that find none free would wait for the grid's end.
+    """
     group = q.size(2) // k.size(2)
     heads_of_column, heads_per_kv = (group, 1) if kv_rows else (1, group)
     kv_heads = q.size(0) * k.size(2)
@@ -83,8 +83,7 @@ def step_schedule(
     num_programs = table.num_blocks * num_heads
     if config.programs_per_sm:
         sms = num_sms(q.device)
-        if beside_copies:
-            sms -= sms // SMS_PER_COPY
+        sms -= min(spare_sms, sms // 2)
         num_programs = min(num_programs, config.programs_per_sm * sms)
     return Schedule(num_programs, table.num_blocks, num_heads, heads_together)
 

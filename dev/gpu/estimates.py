@@ -159,7 +159,7 @@ def _others() -> Iterator[Estimate]:
     yield Estimate(
         "slowdown",
         "share of its speed that attention loses beside messages",
-        devices.SLOWDOWN,
+        devices.builtin_cluster("H100").slowdown,
         "ring_attn/planning/devices.py",
         "`costs`",
         _figure("costs: slowdown", "share"),
@@ -168,6 +168,13 @@ def _others() -> Iterator[Estimate]:
         "one-pass kv heads",
         "batch x kv heads from which one kernel computes dq, dk and dv",
         rates.ONE_PASS_KV_HEADS,
+        "ring_attn/backends/rates.py",
+        BY_HAND,
+    )
+    yield Estimate(
+        "one-pass programs",
+        "programs for each SM from which one kernel computes dq, dk and dv of fewer kv heads",
+        rates.ONE_PASS_PROGRAMS_PER_SM,
         "ring_attn/backends/rates.py",
         BY_HAND,
     )

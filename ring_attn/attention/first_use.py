@@ -62,7 +62,7 @@ LEFT = 100  # keys before a query in a window
 SOFTCAP = 20.0
 
 # The largest number of kv heads, and of query heads for each. From 4 kv heads on, sm_90 has another
-# backward.
+# backward for any number of rows.
 KV_HEADS, GROUP = 4, 8
 
 # Seconds after which a case that has not ended is logged. It may compile for a minute or two.
@@ -116,10 +116,15 @@ def uses(backend: str, spec: AttentionSpec, purpose: Purpose) -> Iterator[Use]:
     if purpose.backward:
         many_heads, one_head = use("backward", nheads_kv), use("backward", 1)
         yield many_heads
-        # Strategies that spread the heads leave a rank with few, which may have another kernel.
+        # Strategies that spread the heads leave a rank with few, which may have another kernel;
+        # and long launches of few heads may have the kernel of many.
         in_one_pass = get_backend(backend).in_one_pass
         if in_one_pass(many_heads.spec) != in_one_pass(one_head.spec):
             yield one_head
+        most_heads = use("backward", KV_HEADS)
+        few_rows_differ = in_one_pass(most_heads.spec) != in_one_pass(many_heads.spec)
+        if few_rows_differ and purpose.same_bits is not True:
+            yield most_heads
 
 
 @cached_by_gpu(maxsize=1024)

@@ -91,8 +91,11 @@ class Backend:
         """
         raise NotImplementedError
 
-    def in_one_pass(self, spec: AttentionSpec) -> bool:
-        """Return whether one pass for all gradients is faster than two, for dq and for dk, dv."""
+    def in_one_pass(self, spec: AttentionSpec, kv_rows: int | None = None) -> bool:
+        """Return whether one pass for all gradients is faster than two, for dq and for dk, dv.
+
+        `kv_rows` are the rows of keys of a launch; None if the answer must not depend on them.
+        """
         return not self.in_order
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> StepState:
@@ -114,7 +117,7 @@ class Backend:
         *,
         scores: Scores,
         last: bool = False,
-        beside_copies: bool = False,
+        spare_sms: int = 0,
     ) -> StepState:
         """Fold the tiles of one step into the state, in order, and return the state.
 
@@ -126,8 +129,8 @@ class Backend:
             state: the state, which may be changed in place.
             scores: scale and cap of the scores.
             last: whether no more tiles follow, so that the kernel may write out and lse at once.
-            beside_copies: whether exchanges are in flight. A kernel that occupies all
-                multiprocessors leaves some of them to the copies.
+            spare_sms: multiprocessors that a kernel which would occupy all of them until its end
+                leaves free, for the copies of exchanges in flight and for kernels of others.
         """
         for piece in _pieces_of(self, tuple(tiles), q.device.type):
             self._fold_piece(q, k, v, piece, state, scores)
@@ -223,6 +226,7 @@ class Backend:
         *,
         scores: Scores,
         out: Tensor | None = None,
+        in_one_pass: bool | None = None,
     ) -> None:
         """Add the gradients of the tiles, dq and dk without the factor `gradient_factor`.
 
@@ -235,6 +239,8 @@ class Backend:
             scores: scale and cap of the scores.
             out: output of the forward; None on ranks that do not own the q rows. There, an operator
                 that reads `out` instead of delta gets a stand-in by `out_from_delta`.
+            in_one_pass: whether the launches of the call compute all gradients at once, by the
+                method of that name; None lets the heads decide.
         """
         dout = inputs.dout
         if out is None and self.reads_out:

@@ -164,16 +164,28 @@ for (_architecture, _backend), (_forward, _backward, _source) in MEASURED.items(
 
 # Head dims that our Gluon forward supports, with 16-bit inputs, by architecture.
 GLUON_HEADDIMS = {"sm_90": frozenset((64, 128, 256)), "sm_100": frozenset((64, 128))}
-# Head dims that our backward of five products supports, and the smallest batch x kv heads for which
-# it is used. On sm_90 each program has 128 kv rows of one head: in simulated launches of 8k rows on
-# 132 SMs, 8 / 1 heads use 25 to 47 % of the SMs' time, and 32 / 8 heads 79 to 96 %. Waits for turns
-# take at most 1 %.
+# Head dims that our backward of five products supports.
 ONE_PASS_HEADDIMS = {
     "sm_80": frozenset((128,)),
     "sm_90": frozenset((64, 128)),
     "sm_100": frozenset((64, 128)),
 }
+# It is used from this batch x kv heads on, at any length, so that the kernel does not depend on the
+# number of ranks. On sm_90 each program has 128 kv rows of one head: in simulated launches of 8k
+# rows on 132 SMs, 8 / 1 heads use 25 to 47 % of the SMs' time, and 32 / 8 heads 79 to 96 %. Waits
+# for turns take at most 1 %.
 ONE_PASS_KV_HEADS = 4
+# Fewer heads use it, too, where no order of sums depends on it and a launch has this many programs
+# for each multiprocessor. By the rates, two passes are faster if one pass uses less than 57 % of
+# the SMs' time (sm_90). With 1.5 programs for each SM, it uses 75 % if all are equally long, and
+# as much if a causal mask leaves the longest twice the mean.
+ONE_PASS_BLOCK = 128
+ONE_PASS_PROGRAMS_PER_SM = 1.5
+# Multiprocessors of an architecture's largest device. All ranks take this number, not their own,
+# and so does the planner.
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
+# Plans on a machine without a GPU have this one's kernels.
+PLANNED_ARCHITECTURE = "sm_90"
 
 # Bytes/s of passes that copy or add.
 MEMORY_BANDWIDTH = {"sm_80": 1.6e12, "sm_90": 2.7e12, "sm_100": 6.4e12}
@@ -183,13 +195,64 @@ STEP_ROWS = 8192
 STEP_HEADDIM = 128
 
 
+def is_persistent(architecture: str, backend: str, spec: AttentionSpec) -> bool:
+    """Return whether the forward occupies all multiprocessors until the end of a step.
+
+    Such a forward, of our Gluon kernels, leaves some of them free for exchanges in flight.
+    """
+    headdims = GLUON_HEADDIMS.get(architecture, frozenset())
+    is_supported = spec.dtype in HALF_DTYPES and {spec.headdim, spec.headdim_v} <= headdims
+    return backend == "triton" and is_supported
+
+
+def has_one_pass(architecture: str, spec: AttentionSpec) -> bool:
+    """Return whether our backward of five products supports the calls of a spec."""
+    return (
+        spec.dtype in HALF_DTYPES
+        and spec.headdim == spec.headdim_v
+        and spec.headdim in ONE_PASS_HEADDIMS.get(architecture, ())
+        and not spec.softcap
+    )
+
+
+def fills_one_pass(architecture: str, spec: AttentionSpec, kv_rows: int | None = None) -> bool:
+    """Return whether a backward of five products keeps a GPU busy, and so is the faster one.
+
+    Args:
+        architecture: of the GPU, such as "sm_90".
+        spec: the heads of a launch.
+        kv_rows: rows of keys of a launch; None if the answer must not depend on them, which would
+            change the order of sums with the number of ranks.
+
+    Example:
+        >>> import torch
+        >>> one_kv_head = AttentionSpec("cuda", torch.bfloat16, 1, 8, 1, 128, 128)
+        >>> [fills_one_pass("sm_90", one_kv_head, rows) for rows in (None, 25_000, 26_000)]
+        [False, False, True]
+    """
+    kv_heads = spec.batch * spec.nheads_kv
+    if kv_heads >= ONE_PASS_KV_HEADS:
+        return True
+    if kv_rows is None:
+        return False
+    programs = kv_heads * -(-kv_rows // ONE_PASS_BLOCK)
+    multiprocessors = MULTIPROCESSORS.get(architecture, max(MULTIPROCESSORS.values()))
+    return programs >= ONE_PASS_PROGRAMS_PER_SM * multiprocessors
+
+
 def rates_of(
-    architecture: str, backend: str, spec: AttentionSpec, *, window: bool = False
+    architecture: str,
+    backend: str,
+    spec: AttentionSpec,
+    *,
+    window: bool = False,
+    kv_rows: int | None = None,
 ) -> Rates | None:
     """Return the rates of a backend for calls of this spec, or None if they are not known.
 
     With a window, cuDNN has the rates of torch's flash. Calls that the Gluon kernels or the
-    backward of five products do not support have the rates of the portable kernels.
+    backward of five products do not support have the rates of the portable kernels. `kv_rows` is as
+    for `fills_one_pass`.
     """
     known = RATES.get(architecture, {})
     rates = known.get("aten" if window and backend == "cudnn" else backend)
@@ -199,9 +262,7 @@ def rates_of(
     headdims = {spec.headdim, spec.headdim_v}
     if spec.dtype not in HALF_DTYPES or not headdims <= GLUON_HEADDIMS.get(architecture, headdims):
         return portable
-    one_headdim = len(headdims) == 1 and headdims <= ONE_PASS_HEADDIMS[architecture]
-    enough_heads = spec.batch * spec.nheads_kv >= ONE_PASS_KV_HEADS
-    if one_headdim and enough_heads and not spec.softcap:
+    if has_one_pass(architecture, spec) and fills_one_pass(architecture, spec, kv_rows):
         return rates
     source = f"estimate: forward by its instructions, backward {portable.source.split(': ')[1]}"
     return Rates(rates.forward, portable.backward, source)

@@ -5,9 +5,9 @@ backend is requested by name, in Triton's interpreter: the same code, for tests,
 float32, some thousand times slower.
 
 On compute capability 9.0 and 10.x, 16-bit dtypes have kernels in Gluon: the forward of head dims 64
-and 128, and on 9.0 also of 256; and the backward of head dims 64 and 128, for 4 kv heads or more
-and without softcap, which computes all gradients at once. On 8.0 to 8.9 a kernel in Triton computes
-such a backward of head dim 128.
+and 128, and on 9.0 also of 256; and the backward of head dims 64 and 128 without softcap, which
+computes all gradients at once, for 4 kv heads or more, or for long launches of fewer. On 8.0 to 8.9
+a kernel in Triton computes such a backward of head dim 128.
 
 Steps accumulate in place and in one order: from the diagonal downwards for out and dq, upwards for
 dk and dv. Therefore the sums of a row do not depend on how the tiles are distributed over steps, if
@@ -36,7 +36,7 @@ from ring_attn.backends.base import (
     greatest,
 )
 from ring_attn.backends.kept_launches import KeptLaunches
-from ring_attn.backends.rates import ONE_PASS_KV_HEADS
+from ring_attn.backends.rates import PLANNED_ARCHITECTURE, fills_one_pass, has_one_pass
 from ring_attn.backends.triton_support import MAX_HEADDIM, why_not
 from ring_attn.core.cache import Sequences
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -114,7 +114,7 @@ class TritonBackend(Backend):
         *,
         scores: Scores,
         last: bool = False,
-        beside_copies: bool = False,
+        spare_sms: int = 0,
     ) -> TritonState:
         """Fold the tiles of one step into the state; the last step writes out and lse."""
         carried = state.carried
@@ -123,7 +123,7 @@ class TritonBackend(Backend):
             return state
         # A last launch without keys only writes out and lse, which the portable kernel does.
         gluon = state.gluon and k.size(1) > 0
-        beside_copies = beside_copies and gluon
+        spare_sms = spare_sms if gluon else 0
         q, k, v = (_copyable(x) if gluon else _unit_stride(x) for x in (q, k, v))
         batch, rows, nheads, _ = q.shape
         if first and not last:
@@ -141,7 +141,7 @@ class TritonBackend(Backend):
         def launch() -> Launch:
             make: Callable[..., Launch]
             if gluon:
-                make = partial(_gluon_forward(q.device), beside_copies=beside_copies)
+                make = partial(_gluon_forward(q.device), spare_sms=spare_sms)
             else:
                 from ring_attn.kernels.flash_fwd import forward_launch as make
             config = self._config("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
@@ -149,7 +149,7 @@ class TritonBackend(Backend):
             table = self._table(tiles, config, q.device, num_rows=rows if first or last else 0)
             return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
 
-        kind = ("fwd", first, last, beside_copies)
+        kind = ("fwd", first, last, spare_sms)
         call = (tiles, kind, scores, state.out_dtype, carried.sinks is None)
         self._launches.run(call, inputs=(q, k, v), others=others, make=launch)
         state.started = True
@@ -352,9 +352,16 @@ class TritonBackend(Backend):
         *,
         scores: Scores,
         out: Tensor | None = None,
+        in_one_pass: bool | None = None,
     ) -> None:
         """Add the tiles' gradients, dq and dk without softmax_scale."""
-        if not tiles or self._in_turns(inputs, tiles, gradients, scores):
+        if not tiles:
+            return
+        if in_one_pass is None:
+            spec = AttentionSpec.of(inputs.q, inputs.k, inputs.v, scores.softcap)
+            in_one_pass = self._takes_one_pass(inputs.q, spec, kv_rows=None)
+        if in_one_pass:
+            self._in_turns(inputs, tiles, gradients, scores)
             return
         inputs = BackwardInputs(*map(_unit_stride, inputs))
         dq, dk, dv = gradients
@@ -371,27 +378,29 @@ class TritonBackend(Backend):
                     make=partial(self._backward_launch, kernel, inputs, tiles, sums, scores),
                 )
 
-    def in_one_pass(self, spec: AttentionSpec) -> bool:
+    def in_one_pass(self, spec: AttentionSpec, kv_rows: int | None = None) -> bool:
         """Return whether one kernel computes all gradients of the call."""
-        if spec.device_type != "cuda" or not architecture():
+        if spec.device_type != "cuda":
             return False
+        if not architecture():
+            planned = PLANNED_ARCHITECTURE
+            return has_one_pass(planned, spec) and fills_one_pass(planned, spec, kv_rows)
         q = torch.empty(0, spec.headdim, dtype=spec.dtype, device=spec.device_type)
-        return self._takes_turns(q, spec.batch * spec.nheads_kv, spec.headdim_v, spec.softcap)
+        return self._takes_one_pass(q, spec, kv_rows)
 
-    def _takes_turns(self, q: Tensor, kv_heads: int, headdim_v: int, softcap: float) -> bool:
-        from ring_attn.kernels import tuned
+    def _takes_one_pass(self, q: Tensor, spec: AttentionSpec, kv_rows: int | None) -> bool:
+        from ring_attn.kernels import configs, tuned
 
         own = self._configs
-        enough = kv_heads >= ONE_PASS_KV_HEADS or "one_pass" in own
-        return enough and tuned.takes_one_pass(q, headdim_v, softcap, own)
+        is_filled = "one_pass" in own or fills_one_pass(
+            configs.architecture(q.device), spec, kv_rows
+        )
+        return is_filled and tuned.takes_one_pass(q, spec.headdim_v, spec.softcap, own)
 
     def _in_turns(
         self, inputs: BackwardInputs, tiles: Tiles, gradients: SomeGradients, scores: Scores
-    ) -> bool:
-        """Add the gradients of the tiles by one kernel; return False if it cannot run the call."""
-        batch, _, nheads_kv, headdim_v = inputs.v.shape
-        if not self._takes_turns(inputs.q, batch * nheads_kv, headdim_v, scores.softcap):
-            return False
+    ) -> None:
+        """Add the gradients of the tiles by one kernel, whose programs add to dq in turns."""
         from ring_attn.kernels import configs
         from ring_attn.kernels.step_table import transposed
         from ring_attn.kernels.turn_table import make_turn_table, num_turns
@@ -408,9 +417,9 @@ class TritonBackend(Backend):
         strided = _copyable if arch in ("sm_90", "sm_100") else _unit_stride
         q, k, v, dout = (strided(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
         inputs = inputs._replace(q=q, k=k, v=v, dout=dout)
-        config = self._config("one_pass", q, headdim_v)
+        config = self._config("one_pass", q, inputs.v.size(3))
         blocks = (config.BLOCK_N, config.BLOCK_M)
-        _, rows, nheads, _ = q.shape
+        batch, rows, nheads, _ = q.shape
         num = num_turns(batch, rows, nheads, config.BLOCK_M)
         turns = torch.zeros(num, dtype=torch.int32, device=q.device)
 
@@ -431,7 +440,6 @@ class TritonBackend(Backend):
             others=(inputs.lse, inputs.delta, dq, dk, dv, turns),
             make=launch,
         )
-        return True
 
     def gradient_factor(self, scores: Scores) -> float:
         """Return softmax_scale; sums without it leave more bits to products in 16 bits."""

@@ -64,6 +64,8 @@ class Call(DecodeCall):
         rank: this rank.
         strategy: how the ranks share the work, with all degrees.
         gradients: how the backward sums gradients; None lets the strategy choose.
+        in_one_pass: whether the backward's launches compute all gradients at once, see
+            `Backend.in_one_pass`; None lets the strategy choose.
     """
 
     layouts: Layouts
@@ -71,6 +73,7 @@ class Call(DecodeCall):
     rank: int
     strategy: Strategy
     gradients: GradientPlan | None = None
+    in_one_pass: bool | None = None
 
     @property
     def world_size(self) -> int:

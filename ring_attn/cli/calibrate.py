@@ -160,6 +160,7 @@ def _fitted_cluster(measured: Measured, world_size: int, kind: str) -> Cluster:
         memory_bytes=float(gpu.total_memory) if gpu else 0.0,
         window_forward=rates[False, True],
         window_backward=rates[True, True],
+        multiprocessors=gpu.multi_processor_count if gpu else 0,
         source="measured",
     )
     return Cluster(
@@ -171,6 +172,7 @@ def _fitted_cluster(measured: Measured, world_size: int, kind: str) -> Cluster:
         collectives=links,
         host=devices.HOST if gpu else Host(),
         stream_latency=0.0 if gpu else None,
+        max_ctas=TransportOptions().max_ctas,
     )
 
 

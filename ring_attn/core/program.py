@@ -364,8 +364,13 @@ Op = (
 class Program:
     """The ops of one rank.
 
-    `arrays` are the sizes of the input tensors by name. `saved` are the names of the tensors of a
-    forward that its backward needs.
+    Attributes:
+        world_size, rank, backward: of the call.
+        ops: in their order.
+        arrays: sizes of the input tensors by name.
+        saved: names of the tensors of a forward that its backward needs.
+        in_one_pass: whether the launches of a backward compute all gradients at once, see
+            `Backend.in_one_pass`.
     """
 
     world_size: int
@@ -374,6 +379,7 @@ class Program:
     ops: tuple[Op, ...]
     arrays: dict[str, Array]
     saved: tuple[str, ...] = ()
+    in_one_pass: bool = False
 
     @cached_property
     def last_takes(self) -> dict[int, int]:

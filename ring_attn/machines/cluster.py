@@ -18,7 +18,14 @@ from typing import TypeVar
 import torch
 
 from ring_attn.backends.rates import Rate
-from ring_attn.values.checks import check_cost, check_size, check_speed, check_types
+from ring_attn.transport.options import MAX_CTAS
+from ring_attn.values.checks import (
+    check_cost,
+    check_flag,
+    check_size,
+    check_speed,
+    check_types,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Device:
             tiles into strips.
         architecture: key of `backends.rates`, for each backend's rates; "" uses only those above.
         speed: share of the rates of `backends.rates` that this device has.
+        multiprocessors: their number; 0 if unknown, and then no kernel is modelled as leaving some
+            of them to copies.
         source: where the rates come from: "measured", "published: ..", "estimate: .." or "given".
     """
 
@@ -46,6 +55,7 @@ class Device:
     architecture: str = ""
     source: str = "given"
     speed: float = 1.0
+    multiprocessors: int = 0
 
     def __post_init__(self) -> None:
         check_types(self, str, "name", "architecture", "source")
@@ -53,6 +63,8 @@ class Device:
         check_types(self, (Rate, NoneType), "window_forward", "window_backward")
         check_speed(self, "memory_bandwidth", "speed")
         check_size(self, "memory_bytes")
+        check_types(self, int, "multiprocessors")
+        check_cost(self, "multiprocessors")
 
     def rate(self, *, backward: bool, window: bool = False) -> Rate:
         usual = self.backward if backward else self.forward
@@ -106,14 +118,16 @@ class Cluster:
         node_size: number of consecutive ranks that form a node.
         inside: link of a device to the others of its node, in each direction.
         between: the network port of each device, in each direction.
-        slowdown: the share of its speed that compute loses during transfers: to the SMs, on CPUs
-            the cores, that copies take.
+        slowdown: the share of its speed that compute loses during a transfer: to the SMs, on CPUs
+            the cores, that copies take. With `channel_bandwidth`, copies on `max_ctas` channels.
         collectives: measured collectives by name, with all ranks taking part; bytes are those that
             leave a rank. The times of all others follow from the links.
         host: host times of each rank.
         channel_bandwidth: bytes/s of one of NCCL's channels, of which a message has as many as
             `transport.nccl_channels` says; None if the links have their bandwidth for any message,
             as measured links.
+        max_ctas: most channels of a communicator, `TransportOptions.max_ctas`.
+        over_pcie: whether PCIe joins the devices of a node, not NVLink: NCCL then has another rule.
         each: number of ranks for which a device stands, see `merged`.
         stream_latency: seconds between the end of an operator and the start of the next on another
             stream that the links' latencies lack (those of a small send and receive include them);
@@ -129,13 +143,16 @@ class Cluster:
     host: Host = field(default_factory=Host)
     stream_latency: float | None = None
     channel_bandwidth: float | None = None
+    max_ctas: int = MAX_CTAS
+    over_pcie: bool = False
     each: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self, Device, "device")
         check_types(self, Link, "inside", "between")
         check_types(self, Host, "host")
-        check_types(self, int, "node_size")
+        check_types(self, int, "node_size", "max_ctas")
+        check_flag("over_pcie", self.over_pcie)
         check_cost(self, "slowdown")
         if self.stream_latency is not None:
             check_cost(self, "stream_latency")
@@ -146,6 +163,8 @@ class Cluster:
                 raise TypeError(f"collectives must be links, got {link!r} for {operation!r}")
         if self.node_size < 1:
             raise ValueError(f"node_size must be at least 1, got {self.node_size}")
+        if self.max_ctas < 1:
+            raise ValueError(f"max_ctas must be at least 1, got {self.max_ctas}")
         if self.slowdown >= 1.0:
             raise ValueError(f"slowdown must be at least 0 and less than 1, got {self.slowdown}")
 

@@ -15,6 +15,7 @@ from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Sizes
 from ring_attn.transport.nccl_channels import NET_STEP, communicator_of
+from ring_attn.transport.options import MAX_CTAS
 
 
 def bytes_sent(program: Program) -> int:
@@ -34,13 +35,20 @@ Sources = dict[tuple[Members, ops.Channel], set[int | None]]
 
 
 def communicator_bytes(
-    programs: Sequence[Program], rank: int, world_size: int, node_size: int
+    programs: Sequence[Program],
+    rank: int,
+    world_size: int,
+    node_size: int,
+    max_ctas: int = MAX_CTAS,
+    *,
+    over_pcie: bool = False,
 ) -> int:
     """Return an estimate of the bytes that NCCL's communicators of the rank's programs take.
 
     The first calls allocate them, and all later calls and layers share them. A communicator has
     buffers for each rank of the node from which it receives, on as many channels as NCCL gives it
-    (`transport.nccl_channels`). Ranks of other nodes share buffers.
+    (`transport.nccl_channels`). Ranks of other nodes share buffers. `max_ctas` and `over_pcie` are
+    those of the `Cluster`.
     """
     sources: Sources = {}
     for program in programs:
@@ -49,7 +57,7 @@ def communicator_bytes(
     nbytes = 0
     for (members, _), found in sources.items():
         num_nodes = len({member // node_size for member in members})
-        communicator = communicator_of(len(members), num_nodes)
+        communicator = communicator_of(len(members), num_nodes, max_ctas, over_pcie=over_pcie)
         for source in found:
             if source is None:
                 # A ring of NCCL's, for a collective, uses all channels.

@@ -350,6 +350,7 @@ class Run:
         if not tiles:
             return
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
+        transport = self.transport
         self._state = self.backend.forward(
             q,
             k,
@@ -358,7 +359,7 @@ class Run:
             self._state,
             scores=self.scores,
             last=op.last and not self.spec.max_logits,
-            beside_copies=self.in_flight > 0,
+            spare_sms=transport.spare_sms + self.in_flight * transport.sms_per_exchange,
         )
 
     def decode(self, op: ops.Decode) -> None:
@@ -401,16 +402,20 @@ class Run:
         inputs = BackwardInputs(q, k, v, dout, lse.contiguous(), delta.contiguous())
         dq = None if op.dq is None else self.get(op.dq)
         dk, dv = (None, None) if op.dkv is None else map(self.get, op.dkv)
-        backend = self.backend
-        whole = op.part == "all" and backend.in_one_pass(self.spec)
+        backend, in_one_pass = self.backend, self.program.in_one_pass
+        whole = op.part == "all" and in_one_pass
         if backend.in_order and not whole:
-            add = partial(backend.backward, inputs, tiles, scores=self.scores)
+            add = partial(
+                backend.backward, inputs, tiles, scores=self.scores, in_one_pass=in_one_pass
+            )
             q_half, kv_half = partial(add, (dq, None, None)), partial(add, (None, dk, dv))
             halves = {"q": (q_half,), "kv": (kv_half,), "all": (kv_half, q_half)}
             streams.side_by_side(self.device, self._side, *halves[op.part])
         elif dq is not None and dk is not None and dv is not None:
             out = None if op.out is None else self.get(op.out)
-            backend.backward(inputs, tiles, (dq, dk, dv), scores=self.scores, out=out)
+            backend.backward(
+                inputs, tiles, (dq, dk, dv), scores=self.scores, out=out, in_one_pass=in_one_pass
+            )
         else:
             needed = "gradients in order need a backend that folds in one order, as triton does"
             raise NotImplementedError(f"{needed}; got {backend.name!r}")

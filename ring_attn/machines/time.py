@@ -30,6 +30,7 @@ from math import ceil, log2
 from typing import NamedTuple, assert_never
 
 from ring_attn.backends import get_backend
+from ring_attn.backends.rates import is_persistent
 from ring_attn.call import Call
 from ring_attn.core import program as ops
 from ring_attn.core.program import Program, part_of_heads
@@ -86,11 +87,18 @@ class Span(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """An exchange of a rank under way: when its host posted it, its begin and end."""
+    """An exchange of a rank under way.
+
+    Attributes:
+        posted: when the rank's host posted it.
+        start, stop: its begin and end.
+        share: share of its speed that compute loses meanwhile.
+    """
 
     posted: float
     start: float
     stop: float
+    share: float
 
 
 @dataclass(eq=False)
@@ -194,7 +202,9 @@ class _Group:
         if num_nodes > 1:
             num_ranks = round(num_ranks * cluster.each)
             num_nodes = round(num_nodes * cluster.each)
-        self.communicator = communicator_of(num_ranks, num_nodes)
+        self.communicator = communicator_of(
+            num_ranks, num_nodes, cluster.max_ctas, over_pcie=cluster.over_pcie
+        )
         self.waiting: list[_Posted] = []
         self._places = {members[index]: index for index in self.walked}
         self._runs: dict[int, list[int]] = {}
@@ -227,7 +237,12 @@ class _Simulator:
         self.carries = get_backend(self.call.backend).carries_state
         backward, window = self.programs[0].backward, self.call.mask.has_windows
         self.rate = self.cluster.device.rate(backward=backward, window=window)
-        self.bandwidth = self.cluster.device.memory_bandwidth
+        device, backend, spec = self.cluster.device, self.call.backend, self.call.spec
+        self.bandwidth = device.memory_bandwidth
+        # Share of the multiprocessors that a persistent forward leaves to each exchange in flight.
+        self.margin = 0.0
+        if device.multiprocessors and is_persistent(device.architecture, backend, spec):
+            self.margin = self.cluster.max_ctas / device.multiprocessors
         self.ranks = {
             p.rank: Timeline(p.rank, spans=[] if self.record else None) for p in self.programs
         }
@@ -278,8 +293,10 @@ class _Simulator:
             rank.messages += 1
             first, second = rank.ended
             beside = min(pending.stop, second) - max(pending.start, first)
-            if beside > 0 and ready < rank.clock:
-                lost = self.cluster.slowdown * beside
+            is_beside = beside > 0 and ready < rank.clock
+            has_margin = self.margin and not self.programs[0].backward
+            if is_beside and not has_margin:
+                lost = pending.share * beside
                 if rank.spans is not None:
                     rank.record("compute", rank.clock, rank.clock + lost)
                 rank.clock += lost
@@ -321,7 +338,8 @@ class _Simulator:
             begin, end = spans[rank.rank]
             other_begin, other_end = self._received(group, rank.rank, op, when, spans)
             start, stop = max(min(begin, other_begin), when), max(end, other_end)
-            yield Pending(rank.host, start, stop)
+            share = self._slowdown(group, group.channels(op.nbytes))
+            yield Pending(rank.host, start, stop, share)
 
     def _route(self, group: _Group, rank: int, op: ops.Post) -> _Route:
         assert isinstance(op.route, ops.Hop)
@@ -347,6 +365,12 @@ class _Simulator:
         if of_channel is None:
             return link.bandwidth
         return min(link.bandwidth, num_channels * of_channel)
+
+    def _slowdown(self, group: _Group, num_channels: int) -> float:
+        """Return the share of its speed that compute loses to an exchange on so many channels."""
+        if self.cluster.channel_bandwidth is None:
+            return self.cluster.slowdown
+        return self.cluster.slowdown * num_channels / group.communicator.num_channels
 
     def _received(
         self,
@@ -378,6 +402,8 @@ class _Simulator:
         here = size / num_nodes  # ranks of the group in one node
         nbytes = float(max(post.nbytes for _, post, _ in posts))
         measured = self.cluster.collectives.get(route.op)
+        # NCCL's rings and trees, and an all-to-all with many peers, use all channels.
+        share = self.cluster.slowdown
         if measured is not None:
             seconds = measured.latency + nbytes / measured.bandwidth
         else:
@@ -391,6 +417,8 @@ class _Simulator:
                 each = group.channels(int(nbytes / max(size - 1, 1)))
                 channels_within = min(num_channels, round(each * max(here - 1, 1)))
                 channels_across = min(num_channels, round(each * max(size - here, 1)))
+                in_use = min(num_channels, round(each * max(size - 1, 1)))
+                share = self._slowdown(group, in_use)
             bandwidth_within = self._bandwidth(inside, channels_within)
             bandwidth_across = self._bandwidth(between, channels_across)
             seconds = max(
@@ -408,7 +436,7 @@ class _Simulator:
         for port in ports:
             self.free_out[port] = self.free_in[port] = begin + seconds
         for rank, _, _ in posts:
-            yield Pending(rank.host, begin, begin + seconds)
+            yield Pending(rank.host, begin, begin + seconds, share)
 
 
 def _seconds(latency: float, bandwidth: float, nbytes: float, ranks: float, op: str) -> float:
@@ -521,9 +549,10 @@ class _Walk:
 
     def _after(self, seconds: float) -> float:
         """Return the end of `seconds` of work, slowed down by exchanges under way."""
-        share, clock = self.run.cluster.slowdown, self.me.clock
-        if share:
+        clock = self.me.clock
+        if self.run.cluster.slowdown:
             for exchange in self.me.pending.values():
+                share = exchange.share
                 begin = max(exchange.start, clock)
                 work = max(clock + seconds - begin, 0.0)
                 beside = min(work / (1 - share), max(exchange.stop - begin, 0.0))
@@ -591,15 +620,17 @@ class _Walk:
             num_launches = 2 if op.part == "all" else 1
         seconds = 0.0
         start = me.clock
+        # A persistent forward loses the multiprocessors that it leaves free, for the whole step.
+        margin = 0.0 if backward else min(run.margin * len(me.pending), 0.5)
         if sizes.area:
             per_pair = flops(1, spec, backward=backward)
             touched = (sizes.rows + sizes.cols) // 2 if backward else sizes.rows
             in_one_pass = compute_seconds(run.rate, sizes.area, touched, sizes.edge, per_pair)
-            seconds = share * in_one_pass
+            seconds = share * in_one_pass / (1 - margin)
             if run.carries:
                 seconds += self._state_bytes(op, spec) / run.bandwidth
             start = self._launched(num_launches * run.cluster.host.launch)
-        me.clock = self._after(seconds)
+        me.clock = me.clock + seconds if margin else self._after(seconds)
         me.ended = me.ended[1], me.clock
         if me.spans is not None:
             me.record("compute", start, me.clock)

@@ -22,7 +22,13 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning import planner
 from ring_attn.planning.choice import Problem
-from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of, with_backend
+from ring_attn.planning.devices import (
+    LOCAL_WORLD_SIZE,
+    find_cluster,
+    node_size_of,
+    with_backend,
+    with_ctas,
+)
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement, Transport, gather_texts, rank_name
 
@@ -77,6 +83,7 @@ def agreed_strategy(
 
         def chosen() -> Strategy:
             cluster = find_cluster(spec.device_type, transport.world_size)
+            cluster = with_ctas(cluster, transport.sms_per_exchange)
             cluster = with_backend(cluster, backend, spec)
             size = node_size
             if size is None and global_ranks is not None and LOCAL_WORLD_SIZE in os.environ:

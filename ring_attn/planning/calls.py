@@ -35,11 +35,11 @@ def core_of(call: Call) -> Call:
 
 
 def rated_cluster(problem: Problem, candidate: Candidate) -> Cluster:
-    """Return the cluster with the rates for the heads of one launch.
+    """Return the cluster with the rates for one launch.
 
-    Launches with few kv heads take other kernels.
+    Launches with few kv heads and rows take other kernels.
     """
     core = core_of(call_of(problem, candidate))
     spec = code_of(core.strategy).launch_spec(core)
-    cluster = with_backend(problem.cluster, problem.backend, spec)
+    cluster = with_backend(problem.cluster, problem.backend, spec, candidate.kv_rows)
     return cluster if problem.each == 1 else merged(cluster, problem.each)

@@ -121,6 +121,8 @@ class Candidate:
         sent_side: side that is sent in the backward by ring and exchange; else None.
         bounds: lower bounds of the seconds forward and backward, from the busiest rank alone.
         busiest: a rank that computes longest.
+        kv_rows: rows of keys by which the backward's kernel is chosen, see
+            `StrategyCode.decisive_rows`.
         steps: upper bound of the steps of a direction.
         peak_bytes: most bytes that a rank holds beyond its inputs.
         communicator_bytes: bytes that NCCL's communicators hold on a rank for all calls, estimated.
@@ -137,6 +139,7 @@ class Candidate:
     sent_side: Side | None = None
     bounds: tuple[float, float] = (0.0, 0.0)
     busiest: int = 0
+    kv_rows: int | None = None
     steps: int = 1
     peak_bytes: int = 0
     communicator_bytes: int = 0

@@ -21,7 +21,7 @@ import torch
 from ring_attn.backends.rates import RATES, Rate, rates_of
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines.cluster import Cluster, Device, Host, Link
-from ring_attn.transport.options import MAX_CTAS
+from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_one_of
 from ring_attn.values.outside import env_int, regular_file
 
@@ -35,7 +35,12 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 def _device(
-    name: str, architecture: str, bandwidth: float, memory_bytes: float, speed: float = 1.0
+    name: str,
+    architecture: str,
+    bandwidth: float,
+    memory_bytes: float,
+    multiprocessors: int,
+    speed: float = 1.0,
 ) -> Device:
     """Return a GPU with the rates of our kernels, times `speed`; `with_backend` replaces them."""
     rates = RATES[architecture]["triton"].scaled_to(speed)
@@ -47,27 +52,28 @@ def _device(
         memory_bytes=memory_bytes,
         architecture=architecture,
         speed=speed,
+        multiprocessors=multiprocessors,
         source=rates.source,
     )
 
 
-# Memories: NVIDIA's datasheets. `speed` is the peak of bfloat16 products without sparsity in the
-# datasheets, as a share of the device whose rates an architecture has: A100 312 TFLOP/s, H100 SXM
-# 989, B200 2250.
+# Memories and multiprocessors: NVIDIA's datasheets and white papers. `speed` is the peak of
+# bfloat16 products without sparsity in the datasheets, as a share of the device whose rates an
+# architecture has: A100 312 TFLOP/s, H100 SXM 989, B200 2250.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("A100", "sm_80", 1.6e12, 80 * GB),
+        _device("A100", "sm_80", 1.6e12, 80 * GB, 108),
         # Ada: our kernels for sm_80 run there.
-        _device("L40S", "sm_80", 0.86e12, 48 * GB, speed=362 / 312),
-        _device("H100-PCIE", "sm_90", 2.0e12, 80 * GB, speed=756 / 989),
-        _device("H100", "sm_90", 2.7e12, 80 * GB),
+        _device("L40S", "sm_80", 0.86e12, 48 * GB, 142, speed=362 / 312),
+        _device("H100-PCIE", "sm_90", 2.0e12, 80 * GB, 114, speed=756 / 989),
+        _device("H100", "sm_90", 2.7e12, 80 * GB, 132),
         # The same processor with faster memory.
-        _device("H200", "sm_90", 3.9e12, 141 * GB),
-        _device("H20", "sm_90", 4.0e12, 96 * GB, speed=148 / 989),
-        _device("GB200-NVL72", "sm_100", 6.4e12, 186 * GB),
-        _device("B200", "sm_100", 6.4e12, 180 * GB),
-        _device("B300", "sm_100", 6.4e12, 270 * GB),
+        _device("H200", "sm_90", 3.9e12, 141 * GB, 132),
+        _device("H20", "sm_90", 4.0e12, 96 * GB, 78, speed=148 / 989),
+        _device("GB200-NVL72", "sm_100", 6.4e12, 186 * GB, 148),
+        _device("B200", "sm_100", 6.4e12, 180 * GB, 148),
+        _device("B300", "sm_100", 6.4e12, 270 * GB, 148),
     )
 }
 
@@ -107,9 +113,6 @@ BETWEEN = Link("400 Gb/s", 15e-6, 0.9 * 50 * GB)
 # Bytes/s of one of NCCL's channels: an estimate, 20 to 25 GB/s over NVLink.
 CHANNEL_BANDWIDTH = 22e9
 
-# Share of the SMs that NCCL's copies take: 8 of 132. MagiAttention reserves 4 to 8 for them.
-SLOWDOWN = MAX_CTAS / 132
-
 # Measured with a stub driver (bench/results/NOTES.md), for Python, Triton's launcher and torch's
 # operators: 28 us for a forward step (one launch, one wait), 67 us for a backward step (two
 # launches, two sums); measured without NCCL and driver: 6 us for a post. Assumed: 25 us for NCCL's
@@ -135,23 +138,42 @@ def builtin_cluster(device: str, *, node_size: int | None = None) -> Cluster:
     check_one_of("device", device, [*DEVICES])
     if node_size is None:
         node_size = NVLINK_DOMAIN.get(device, 8)
-    return Cluster(
+    inside = INSIDE[device]
+    cluster = Cluster(
         device=DEVICES[device],
         node_size=node_size,
-        inside=INSIDE[device],
+        inside=inside,
         between=BETWEEN,
-        slowdown=SLOWDOWN,
         host=HOST,
         stream_latency=0.0,
         channel_bandwidth=CHANNEL_BANDWIDTH,
+        over_pcie=inside.name.startswith("PCIe"),
     )
+    return with_ctas(cluster, TransportOptions().max_ctas)
 
 
-def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster:
-    """The cluster with the backend's rates for calls of this spec; unchanged if none are known."""
+def with_ctas(cluster: Cluster, max_ctas: int) -> Cluster:
+    """Return the cluster whose exchanges take at most `max_ctas` multiprocessors.
+
+    Compute loses their share of its speed to a transfer: MagiAttention reserves 4 to 8 for them. A
+    calibration has measured the loss, with the number that was set then.
+    """
+    slowdown = cluster.slowdown
+    if cluster.channel_bandwidth is not None:
+        slowdown = min(max_ctas / cluster.device.multiprocessors, 0.5)
+    return replace(cluster, max_ctas=max_ctas, slowdown=slowdown)
+
+
+def with_backend(
+    cluster: Cluster, backend: str, spec: AttentionSpec, kv_rows: int | None = None
+) -> Cluster:
+    """Return the cluster with the backend's rates for calls of this spec, if any are known.
+
+    `kv_rows` is as for `fills_one_pass`.
+    """
     device = cluster.device
-    rates = rates_of(device.architecture, backend, spec)
-    window = rates_of(device.architecture, backend, spec, window=True)
+    rates = rates_of(device.architecture, backend, spec, kv_rows=kv_rows)
+    window = rates_of(device.architecture, backend, spec, window=True, kv_rows=kv_rows)
     if rates is None or window is None:
         return cluster
     rates, window = rates.scaled_to(device.speed), window.scaled_to(device.speed)

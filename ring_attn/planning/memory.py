@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ring_attn.call import Call
+from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.count import Moment, communicator_bytes, memory_over, peak_bytes
 from ring_attn.strategies.registry import both_programs, code_of
+from ring_attn.transport.options import MAX_CTAS
 
 # Of more ranks, or slices of the mask, only those ranks are counted that may hold most.
 MAX_COUNTED = 16
@@ -20,16 +22,20 @@ class Peak(NamedTuple):
     communicators: int
 
 
-def peak_of(call: Call, *, backward: bool = True, node_size: int | None = None) -> Peak:
-    """Return the peak of a call; without `node_size`, all ranks are on one node."""
-    node_size = node_size or call.world_size
+def peak_of(call: Call, *, backward: bool = True, cluster: Cluster | None = None) -> Peak:
+    """Return the peak of a call; without a cluster, all ranks are on one node that NVLink joins."""
+    node_size, max_ctas, over_pcie = call.world_size, MAX_CTAS, False
+    if cluster is not None:
+        node_size, max_ctas, over_pcie = cluster.node_size, cluster.max_ctas, cluster.over_pcie
     few = call.world_size <= MAX_COUNTED and len(call.mask.slices) <= MAX_COUNTED
     peaks = []
     for rank in range(call.world_size) if few else code_of(call.strategy).fullest_ranks(call):
         of_rank = replace(call, rank=rank)
         both = both_programs(of_rank, backward=backward)
         on_nccl = both if call.spec.device_type == "cuda" else []
-        nccl = communicator_bytes(on_nccl, rank, call.world_size, node_size)
+        nccl = communicator_bytes(
+            on_nccl, rank, call.world_size, node_size, max_ctas, over_pcie=over_pcie
+        )
         peaks.append(Peak(peak_bytes(both, of_rank), nccl))
     return Peak(*map(max, zip(*peaks, strict=True)))
 

@@ -271,6 +271,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         why_not = why_not_same_bits(call)
         if problem.same_bits and why_not is not None:
             raise NotImplementedError(f"same_bits=True is not possible here: {why_not}")
+        candidate = replace(candidate, kv_rows=code.decisive_rows(call))
         bounds = estimates_of(problem, candidate, of_compute=True).bounds()
         core = bounds.core
         core_code = code_of(core.strategy)

@@ -117,6 +117,12 @@ class AllGather(StrategyCode):
     def launch_spec(self, call: Call) -> AttentionSpec:
         return min(_chunk_specs(call), key=lambda spec: spec.nheads_kv)
 
+    def launch_rows(self, call: Call) -> int:
+        if call.mask.has_windows or len(call.mask.slices) != 1:
+            return super().launch_rows(call)  # a launch may see few of the gathered rows
+        # All rows; of a causal mask over contiguous shards on the busiest rank.
+        return call.mask.seqlen_k
+
 
 def chunks_of(call: Call) -> tuple[HeadRun, ...]:
     """Return the chunks of heads in the order of gathering; the last chunk may have fewer heads."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import cast
 
+from ring_attn.backends import get_backend
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core.messages import Message
 from ring_attn.core.program import Array, Buffer, Channel, Copy, Op, Operand, Program, View
 from ring_attn.core.sizes import SHARD, result_arrays
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
+from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import Side, StepTiles, check_fit
 
 # The tensors that every core's forward saves.
@@ -103,6 +105,43 @@ class StrategyCode:
         """Return the spec of the launch with the fewest kv heads."""
         return call.spec
 
+    def launch_rows(self, call: Call) -> int:
+        """Return the rows of keys of the smallest usual launch, on any rank.
+
+        Launches at the edge of a mask may have fewer.
+        """
+        _, layout_kv = call.layouts
+        fewest = min((rows for rows in layout_kv.shard_lens if rows), default=0)
+        has_one_run = layout_kv.kind in ("contiguous", "boundaries", "striped")
+        if has_one_run or not call.mask.has_upper_bounds:
+            return fewest
+        # Zigzag: most launches of a causal mask see the rows of one run, half of a shard.
+        return fewest // 2
+
+    def decisive_rows(self, call: Call) -> int | None:
+        """Return the rows of keys by which the backward's kernel is chosen; equal on all ranks.
+
+        They are None if the results have the same bits at every world size: then the kernel must
+        not depend on the number of ranks.
+        """
+        if call.options.same_bits is not False and self.why_not_same_bits(call) is None:
+            return None
+        core = self.core(call)
+        return _code_of_core(core).launch_rows(core)
+
+    def in_one_pass(self, call: Call) -> bool:
+        """Return whether the launches of the backward compute all gradients at once."""
+        if call.in_one_pass is not None:
+            return call.in_one_pass
+        core = self.core(call)
+        code, backend = _code_of_core(core), get_backend(call.backend)
+        spec = code.launch_spec(core)
+        if backend.in_one_pass(spec):
+            return True
+        if not backend.in_one_pass(spec, code.launch_rows(core)):
+            return False
+        return self.decisive_rows(call) is not None
+
     def fullest_ranks(self, call: Call) -> set[int]:
         """Return ranks of which one holds the most memory: the first and the last with most rows.
 
@@ -118,6 +157,10 @@ class StrategyCode:
         most = max(elements)
         fullest = [rank for rank, number in enumerate(elements) if number == most]
         return {fullest[0], fullest[-1]}
+
+
+def _code_of_core(call: Call) -> StrategyCode:
+    return cast(StrategyCode, CORES[call.strategy.core])
 
 
 def input_arrays(call: Call, *, backward: bool) -> dict[str, Array]:
@@ -146,6 +189,7 @@ def core_program(
         ops=tuple(steps),
         arrays=arrays,
         saved=() if backward else SAVED,
+        in_one_pass=backward and _code_of_core(call).in_one_pass(call),
     )
 
 

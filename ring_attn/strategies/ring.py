@@ -58,7 +58,6 @@ from functools import cached_property, partial
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ring_attn.backends import get_backend
 from ring_attn.call import Call, GradientPlan
 from ring_attn.core import program as ops
 from ring_attn.core import sizes
@@ -405,7 +404,7 @@ class _InOrder(_Sums):
         call = steps.call
         _, layout_kv = call.layouts
         rows_x_heads = max(layout_kv.shard_lens) * call.spec.batch * call.spec.nheads_kv
-        has_two_passes = not get_backend(call.backend).in_one_pass(call.spec)
+        has_two_passes = not CODE.in_one_pass(call)
         self._split = has_two_passes and rows_x_heads >= SPLIT_FROM_ROWS
 
     def compute(self, index: int, work: ops.Differentiate) -> Iterator[Op]:

@@ -85,7 +85,9 @@ class Ulysses(StrategyCode):
 
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
         exchanges = _Exchanges(call, self._inner, rounded=rounded)
-        return exchanges.backward() if backward else exchanges.forward()
+        if backward:
+            return exchanges.backward(in_one_pass=self.in_one_pass(call))
+        return exchanges.forward()
 
     def core(self, call: Call) -> Call:
         largest = max(shares_of(call), key=lambda share: share.num)
@@ -215,13 +217,13 @@ class _Exchanges:
             saved=tuple(saved),
         )
 
-    def backward(self) -> Program:
+    def backward(self, *, in_one_pass: bool) -> Program:
         inputs, results = self._kinds_of_backward()
         arrays = {"dout": input_arrays(self.call, backward=True)["dout"]}
         steps: list[Op] = [ops.Step("to heads")]
         steps += self._exchange(inputs, "shards", 2, to_heads=True)
         for index, run in enumerate(self.share.runs):
-            core_call = core(self.call, run)
+            core_call = replace(core(self.call, run), in_one_pass=in_one_pass)
             # Gradients that are added up by their owner are rounded there.
             rounded = self.rounded and not self.summed
             program = self.inner.program(core_call, backward=True, rounded=rounded)

@@ -20,6 +20,7 @@ from ring_attn.core.facts import Facts, digest, shown
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport import streams
 from ring_attn.transport.buffers import Pool
+from ring_attn.transport.options import MAX_CTAS
 from ring_attn.transport.streams import Event, Stream
 
 After = Sequence[Event] | None
@@ -132,7 +133,14 @@ class Transport:
     current stream; the post returns the event of the exchange's end.
 
     By default ranks are in one process: they make the same calls, and the host moves messages.
+
+    Attributes:
+        sms_per_exchange: multiprocessors that the copies of an exchange take.
+        spare_sms: multiprocessors that attention leaves to kernels of others.
     """
+
+    sms_per_exchange = MAX_CTAS
+    spare_sms = 0
 
     def __init__(self, members: Ranks, member: int, stats: TransportStats | None = None) -> None:
         self.rank, self.world_size = members.index(member), len(members)

@@ -15,13 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.torch_private import flattened, group_by_name, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
-from ring_attn.values.checks import check_number, check_type
+from ring_attn.values.checks import check_int, check_number, check_type
 from ring_attn.values.compiling import cached
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
 # gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
+
+# NCCL has at most 64 channels (MAXCHANNELS).
+MOST_CTAS = 64
+MOST_SPARE_SMS = 1024
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -149,6 +153,11 @@ def check_transport(options: object) -> TransportOptions:
                 f"timeout must be positive, finite seconds, from {SHORTEST_TIMEOUT} to "
                 f"{LONGEST_TIMEOUT:.0e}, got {timeout}; None takes the group's timeout"
             )
+    for name, least, most in (("nccl_max_ctas", 1, MOST_CTAS), ("spare_sms", 0, MOST_SPARE_SMS)):
+        value = getattr(options, name)
+        check_int(name, value, least=least)
+        if value > most:
+            raise ValueError(f"{name} must be from {least} to {most}, got {value}")
     return options
 
 

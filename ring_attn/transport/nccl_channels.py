@@ -10,6 +10,7 @@ few channels within a node, too:
     8 ranks on one node                     1           2        4      8
     16 ranks on 2 nodes                     2           2        2      2
     more ranks on several nodes             1           1        1      1
+    2 ranks on one node, over PCIe          2           2        2      2
 
 The rule is read from NCCL's sources, 2.26 to 2.30: `ncclTopoGetNchannels`,
 `ncclTopoComputeP2pChannels` (src/graph/paths.cc), `scheduleP2pTasksToPlan` and `addP2pToPlan`
@@ -27,8 +28,9 @@ from ring_attn.values.outside import env_int
 
 # Operations that NCCL runs side by side on one channel (NCCL_MAX_DEV_WORK_P2P_PER_BATCH).
 OPERATIONS_PER_BATCH = 8
-# Bytes of a step of a copy, between nodes and over NVLink (P2P_NET_CHUNKSIZE, P2P_NVL_CHUNKSIZE).
-NET_STEP, NVLINK_STEP = 128 * 1024, 512 * 1024
+# Bytes of a step of a copy, between nodes, over NVLink and over PCIe (P2P_NET_CHUNKSIZE,
+# P2P_NVL_CHUNKSIZE, P2P_PCI_CHUNKSIZE).
+NET_STEP, NVLINK_STEP, PCIE_STEP = 128 * 1024, 512 * 1024, 128 * 1024
 # GB/s that NCCL 2.29 expects of a channel to the network (P2P_PER_CHANNEL_NET_BW).
 NET_CHANNEL_GBYTE_PER_S = 14
 # The version that counts channels by the network's bandwidth, not by ranks.
@@ -38,6 +40,8 @@ PLANNED_VERSION = (2, 28, 9)
 # Channels per peer over NVLink before all other limits: twice the links of a GPU. H100: 18 links,
 # 371 GB/s at 20.6 each.
 NVLINK_CHANNELS = 36
+# Channels per peer over PCIe.
+PCIE_CHANNELS = 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Communicator:
         version: NCCL's version, such as (2, 28, 9).
         net_gbyte_per_s: bandwidth of a GPU's network ports together, in GB/s.
         num_nics: number of a GPU's network ports.
-        nvlink_channels: channels that NCCL would use per peer over NVLink.
+        over_pcie: whether the ranks of a node are joined by PCIe, not by NVLink.
     """
 
     num_ranks: int
@@ -63,7 +67,7 @@ class Communicator:
     version: tuple[int, ...] = PLANNED_VERSION
     net_gbyte_per_s: float = 50.0
     num_nics: int = 1
-    nvlink_channels: int = NVLINK_CHANNELS
+    over_pcie: bool = False
 
     @property
     def num_channels(self) -> int:
@@ -75,7 +79,7 @@ class Communicator:
         """The most channels that a message may have: the least over all kinds of peers."""
         kinds = []
         if self.num_ranks > self.num_nodes:
-            kinds.append(self.nvlink_channels)
+            kinds.append(PCIE_CHANNELS if self.over_pcie else NVLINK_CHANNELS)
         if self.num_nodes > 1:
             kinds.append(self._channels_to_network())
         channels = _power_of_2_up_to(min(kinds, default=1))
@@ -119,9 +123,11 @@ class Communicator:
         channels = largest
         while channels * self.num_ranks > self.num_channels and channels > 1:
             channels //= 2
-        step = NET_STEP if self.num_nodes > 1 else NVLINK_STEP
-        least_part = step // 2 if self.num_nodes > 1 else step // 8
-        largest_part = step if self.num_nodes > 1 else step * 32
+        if self.num_nodes > 1:
+            least_part, largest_part = NET_STEP // 2, NET_STEP
+        else:
+            step = PCIE_STEP if self.over_pcie else NVLINK_STEP
+            least_part, largest_part = step // 8, step * 32
         channels = min(channels, -(-nbytes // least_part))
         part = max(least_part, -(-nbytes // channels))
         while part > largest_part and channels <= largest // 2:
@@ -130,15 +136,19 @@ class Communicator:
         return channels
 
 
-def communicator_of(num_ranks: int, num_nodes: int) -> Communicator:
+def communicator_of(
+    num_ranks: int, num_nodes: int, max_ctas: int = MAX_CTAS, *, over_pcie: bool = False
+) -> Communicator:
     """Return a communicator of this package, by the installed NCCL and its variables.
 
-    Without NCCL, as on a laptop that plans for GPUs, the version is PLANNED_VERSION.
+    Without NCCL, as on a laptop that plans for GPUs, the version is PLANNED_VERSION. `max_ctas` is
+    `TransportOptions.max_ctas`.
     """
-    max_ctas = env_int("NCCL_MAX_CTAS", MAX_CTAS)
     channels_per_net_peer = env_int("NCCL_NCHANNELS_PER_NET_PEER", 0) or None
     version = installed_nccl() or PLANNED_VERSION
-    return _communicator(num_ranks, num_nodes, max_ctas, channels_per_net_peer, version)
+    return _communicator(
+        num_ranks, num_nodes, max_ctas, channels_per_net_peer, version, over_pcie=over_pcie
+    )
 
 
 # Cached: a simulation makes thousands of equal ones, each of which caches its channels.
@@ -149,6 +159,8 @@ def _communicator(
     max_ctas: int,
     channels_per_net_peer: int | None,
     version: tuple[int, ...],
+    *,
+    over_pcie: bool,
 ) -> Communicator:
     return Communicator(
         num_ranks,
@@ -156,6 +168,7 @@ def _communicator(
         max_ctas=max_ctas,
         channels_per_net_peer=channels_per_net_peer,
         version=version,
+        over_pcie=over_pcie,
     )
 
 

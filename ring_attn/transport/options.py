@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ring_attn.values.outside import env_int
+
 # Number of thread blocks (each takes an SM) for NCCL's copies, so that they do not starve the
-# attention kernel; NCCL's own variable, NCCL_MAX_CTAS, goes before it. In a model of 8 steps of
-# 1 ms, 8 blocks cost 0 % of the time if a copy takes 0.15 ms, and 4 % if it takes 0.75 ms; NCCL's
-# default of 32 costs 6 % and 40 %.
+# attention kernel. In a model of 8 steps of 1 ms, 8 blocks cost 0 % of the time if a copy takes
+# 0.15 ms, and 4 % if it takes 0.75 ms; NCCL's default of 32 costs 6 % and 40 %.
 MAX_CTAS = 8
+# NCCL's own variable, which goes before the config of a communicator.
+MAX_CTAS_VARIABLE = "NCCL_MAX_CTAS"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,21 @@ class TransportOptions:
     Attributes:
         timeout: seconds, from 0.001 to 1e9, that a rank waits for a peer before it raises, or on
             NCCL logs the error; None is the timeout of the process group.
+        nccl_max_ctas: most thread blocks of NCCL for an exchange, from 1 to 64, each of which takes
+            a multiprocessor. Exchanges are faster with more, and attention is slower. The variable
+            NCCL_MAX_CTAS goes before it.
+        spare_sms: multiprocessors that our persistent attention kernels always leave free, in
+            addition to those for our own exchanges. Kernels of others, such as the all-gathers of
+            FSDP, would otherwise wait for the end of a step's kernel: set the number of their
+            blocks. The last step and a single rank have no exchange of ours, and so no free
+            multiprocessors.
     """
 
     timeout: float | None = None
+    nccl_max_ctas: int = MAX_CTAS
+    spare_sms: int = 0
+
+    @property
+    def max_ctas(self) -> int:
+        """The number of thread blocks that NCCL takes: its variable's, else `nccl_max_ctas`."""
+        return env_int(MAX_CTAS_VARIABLE, self.nccl_max_ctas)

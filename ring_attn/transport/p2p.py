@@ -83,13 +83,15 @@ class P2PTransport(Transport):
         self,
         shared: RankGroup,
         timeout_s: float,
+        options: TransportOptions,
         members: Ranks | None = None,
         stats: TransportStats | None = None,
     ) -> None:
         """Prepare a transport; the ranks, all or `members`, connect at the first call."""
         everyone = tuple(range(shared.member.world_size))
         super().__init__(members or everyone, shared.member.rank, stats)
-        self._shared, self._timeout_s = shared, timeout_s
+        self._shared, self._timeout_s, self._options = shared, timeout_s, options
+        self.sms_per_exchange, self.spare_sms = options.max_ctas, options.spare_sms
         self.global_ranks = tuple(shared.member.global_ranks[member] for member in self._members)
         self._scope = zlib.crc32(repr(self._members).encode())
         self._nccl_channels: dict[Channel, NcclChannel] = {}
@@ -246,7 +248,7 @@ class P2PTransport(Transport):
         prepared.add((kind, backend))
 
     def _among(self, members: Ranks) -> P2PTransport:
-        return P2PTransport(self._shared, self._timeout_s, members, self.stats)
+        return P2PTransport(self._shared, self._timeout_s, self._options, members, self.stats)
 
     def post(
         self,
@@ -379,7 +381,11 @@ class P2PTransport(Transport):
             link = self._shared.link(device, self._timeout_s)
             assert isinstance(link, NcclLink), "CUDA tensors are sent by NCCL"
             self._nccl_channels[channel] = link.channel(
-                self._members, channel, self._timeout_s, device
+                self._members,
+                channel,
+                self._timeout_s,
+                device,
+                self._options.nccl_max_ctas,
             )
         return self._nccl_channels[channel]
 
@@ -492,7 +498,8 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
     """Return a transport with new statistics, over the group's shared connections."""
-    return P2PTransport(rank_group(group), options.timeout or group_timeout(group))
+    timeout_s = options.timeout or group_timeout(group)
+    return P2PTransport(rank_group(group), timeout_s, options)
 
 
 @contextmanager

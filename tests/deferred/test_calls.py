@@ -177,7 +177,10 @@ def test_shards_do_not_wait_for_attention() -> None:
 BACKWARD = ReferenceBackend.backward
 
 
-def backward(self: Any, inputs: Any, tiles: Any, gradients: Any, *, scores: Any) -> None:
+def backward(
+    self: Any, inputs: Any, tiles: Any, gradients: Any, *, scores: Any, in_one_pass: bool
+) -> None:
+    assert not in_one_pass
     wanted = [
         torch.zeros(x.shape) if wanted is None else wanted
         for x, wanted in zip(inputs[:3], gradients, strict=True)
@@ -206,8 +209,8 @@ def without_the_end(device: Any, side: Any, first: Any, *others: Any) -> None:
 
 
 def test_dq_runs_beside_dk_and_dv() -> None:
-    layers = Layers(case_of("ring", "causal"), 3, layers=2)
     with in_halves():
+        layers = Layers(case_of("ring", "causal"), 3, layers=2)
         check(layers)
         with mock.patch.object(streams, "side_by_side", without_the_end):
             assert layers.record().races()

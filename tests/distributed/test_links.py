@@ -69,7 +69,7 @@ def test_communicators_from_their_options_to_their_end() -> None:
             links.NcclLink(dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2)
         )
         for channel in channels:
-            nccl.channel((0,), channel, 1.0, GPU)
+            nccl.channel((0,), channel, 1.0, GPU, MAX_CTAS)
         names = set()
         for one in made:
             _, rank, size, options = one.given
@@ -83,7 +83,10 @@ def test_communicators_from_their_options_to_their_end() -> None:
         assert len(names) == len(made) == 2
         nccl.close()
         assert all(one.method_calls == [connected, mock.call.abort()] for one in made)
-        other.channel((0,), "shards", 1.0, GPU)
+        # Another number of blocks takes another communicator.
+        for max_ctas in (MAX_CTAS, 3):
+            other.channel((0,), "shards", 1.0, GPU, max_ctas)
+        assert made[-1].given[3].config.max_ctas == 3
         other.finish(1.0)
         assert made[-1].method_calls == [connected, mock.call.shutdown()]
 
@@ -95,7 +98,7 @@ def test_names_of_communicators_do_not_grow_with_their_members() -> None:
     with in_place_of_nccl(make), mock.patch.object(links, "meet"):
         nccl = links.NcclLink(dist.HashStore(), "meeting", 0, tuple(range(5000)))
         for members in groups:
-            nccl.channel(members, "shards", 1.0, GPU)
+            nccl.channel(members, "shards", 1.0, GPU, MAX_CTAS)
     names = [call.args[3].group_name for call in make.call_args_list]
     assert len(set(names)) == len(groups) and len({len(name) for name in names}) == 1
 
@@ -105,7 +108,7 @@ def test_all_communicators_are_aborted_at_once() -> None:
     with in_place_of_nccl(StandIn) as made:
         nccl = links.NcclLink(dist.HashStore(), "meeting", 0, (0, 1))
         for channel in CHANNELS:
-            nccl.channel((0,), channel, 1.0, GPU)
+            nccl.channel((0,), channel, 1.0, GPU, MAX_CTAS)
     for one in made:
         one.behind = [other for other in made if other is not one]
     with mock.patch.object(links.logger, "error") as logged:
@@ -137,10 +140,10 @@ def test_a_communicator_that_is_never_made() -> None:
     store, ended_at_last = dist.HashStore(), threading.Event()
     connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait())
     nccl = links.NcclLink(store, "meeting", 0, (5, 7))
-    name = f"meeting/{hashed((0, 1))}/shards"
+    name = f"meeting/{hashed((0, 1))}/shards/{MAX_CTAS}"
     threading.Thread(target=meet, args=(Rendezvous(store, name, 7, (5, 7)), FAR)).start()
     with in_place_of_nccl(lambda *_: connects):
-        end = ended(lambda: nccl.channel((0, 1), "shards", 1.0, GPU))
+        end = ended(lambda: nccl.channel((0, 1), "shards", 1.0, GPU, MAX_CTAS))
     ended_at_last.set()
     assert end.error is MissingRanksError, end
     assert says(end.text, "could not connect|ranks [7] did not arrive"), end

@@ -195,14 +195,14 @@ MASK = Mask(40, 97)
 
 
 def schedule(
-    tiles: Step, num_heads: int, heads_per_kv: int, *, beside_copies: bool = False, **changes: int
+    tiles: Step, num_heads: int, heads_per_kv: int, *, spare_sms: int = 0, **changes: int
 ) -> Schedule:
     config, device = replace(blocks(32, 32), **changes), torch.device(DEVICE)
     # 100 bytes of a column.
     q = torch.empty(1, 1, num_heads, 25, dtype=torch.float16, device=device)
     k = torch.empty(1, 1, num_heads // heads_per_kv, 25, dtype=torch.float16, device=device)
     table = TritonBackend()._table(tiles, config, device)
-    return step_schedule(q, k, k, table, config, beside_copies=beside_copies)
+    return step_schedule(q, k, k, table, config, spare_sms=spare_sms)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_persistent_grid_leaves_multiprocessors_to_copies_only(
 ) -> None:
     monkeypatch.setattr(tasks, "num_sms", lambda device: 132)
     mask, sizes = Mask(8192, 8192), []
-    for beside in (False, True):
-        one = schedule(whole(mask), 32, 4, beside_copies=beside, programs_per_sm=1)
+    for spare in (0, 8, 16, 100):
+        one = schedule(whole(mask), 32, 4, spare_sms=spare, programs_per_sm=1)
         sizes.append(one.num_programs)
-    assert sizes == [132, 124]
+    assert sizes == [132, 124, 116, 66]

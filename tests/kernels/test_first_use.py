@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -441,6 +442,10 @@ CUDA = AttentionSpec("cuda", torch.bfloat16, 1, 8, 4, 128, 128)
 TRAINING = Purpose(backward=True, causal=True)
 
 
+def has_many_heads(self: TritonBackend, spec: AttentionSpec, kv_rows: int | None = None) -> bool:
+    return spec.nheads_kv > 3
+
+
 @pytest.fixture
 def wrong(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Simulates an H100; holds the backends that are wrong on it, and why."""
@@ -450,7 +455,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     properties = SimpleNamespace(name="H100", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(TritonBackend, "in_one_pass", lambda self, spec: spec.nheads_kv > 3)
+    monkeypatch.setattr(TritonBackend, "in_one_pass", has_many_heads)
     gluon_missing()  # imports Gluon, which it cannot without the variable: kernels are interpreted
     monkeypatch.delenv("TRITON_INTERPRET")
     reasons: dict[str, str] = {}
@@ -501,6 +506,14 @@ def test_few_heads_are_proven_apart_where_they_have_another_kernel(wrong: dict[s
     heads = [(use.kind, use.spec.nheads_kv) for use in uses("triton", CUDA, TRAINING)]
     assert heads == [("forward", 4), ("backward", 4), ("backward", 1)]
     assert [use.kind for use in uses("triton", CUDA, Purpose(decoding=True))] == ["decode"]
+
+
+def test_calls_of_few_heads_also_prove_the_kernel_of_many(wrong: dict[str, str]) -> None:
+    few = replace(CUDA, nheads_kv=2)
+    for same_bits, expected in ((None, [2, 4]), (False, [2, 4]), (True, [2])):
+        purpose = TRAINING._replace(same_bits=same_bits)
+        cases = [use for use in uses("triton", few, purpose) if use.kind == "backward"]
+        assert [use.spec.nheads_kv for use in cases] == expected
 
 
 @pytest.fixture

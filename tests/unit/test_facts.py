@@ -42,7 +42,7 @@ OTHERS: list[tuple[Any, Mapping[str, Any]]] = [
         "core": "exchange", "ulysses_degree": 2, "inner_degree": 1, "exchange_q": True,
         "heads_per_chunk": 2,
     }),
-    (OPTIONS, {"timeout": 2.0}),
+    (OPTIONS, {"timeout": 2.0, "nccl_max_ctas": 4, "spare_sms": 1}),
     (Segment(0, 2), {"start": 1, "length": 3, "stride": 2}),
     (Slice(0, 2, 0, 2), {"q_start": 1, "q_end": 3, "k_start": 1, "k_end": 3, "lo": 0, "hi": 0}),
 ]  # fmt: skip

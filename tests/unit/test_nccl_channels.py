@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ring_attn.planning.devices import builtin_cluster
 from ring_attn.transport import nccl_channels
 from ring_attn.transport.nccl_channels import Communicator, communicator_of
 
@@ -28,6 +29,20 @@ SIZES = (16 * MIB, 32 * MIB, 64 * MIB, 64 * MIB + 8)
 def test_channels_of_nccl_2_28(num_ranks: int, num_nodes: int, expected: tuple[int, ...]) -> None:
     communicator = Communicator(num_ranks, num_nodes)
     assert tuple(communicator.channels(size) for size in SIZES) == expected
+
+
+def test_peers_over_pcie_have_two_channels() -> None:
+    """One for 8 channels and 8 ranks, doubled beyond 32 x 128 KiB; parts of at least 16 KiB."""
+    two = Communicator(2, 1, over_pcie=True)
+    assert [two.channels(size) for size in (2**14, 2**14 + 1, *SIZES)] == [1, 2, 2, 2, 2, 2]
+    eight = Communicator(8, 1, over_pcie=True)
+    assert [eight.channels(size) for size in (4 * MIB, 4 * MIB + 1)] == [1, 2]
+    assert [Communicator(2, 1, over_pcie=True).channels(size) for size in (2**14, 2**14 + 1)] == [
+        1,
+        2,
+    ]
+    # Between nodes, the network's peers have no more.
+    assert Communicator(64, 8, over_pcie=True).channels_per_peer == 1
 
 
 def test_small_messages_have_few_channels() -> None:
@@ -67,7 +82,10 @@ def test_the_variables_of_nccl_are_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert communicator_of(64, 8) == Communicator(64, 8)
     monkeypatch.setenv("NCCL_MAX_CTAS", "16")
     monkeypatch.setenv("NCCL_NCHANNELS_PER_NET_PEER", "4")
-    assert communicator_of(64, 8) == Communicator(64, 8, max_ctas=16, channels_per_net_peer=4)
+    cluster = builtin_cluster("H100")
+    assert (cluster.max_ctas, cluster.slowdown) == (16, 16 / 132)
+    communicator = communicator_of(64, 8, cluster.max_ctas)
+    assert communicator == Communicator(64, 8, max_ctas=16, channels_per_net_peer=4)
 
 
 def test_the_installed_nccl_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

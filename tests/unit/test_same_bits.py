@@ -13,9 +13,10 @@ from ring_attn import backends
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.program import Inner
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.strategies.registry import make_call, why_not_same_bits
+from ring_attn.strategies.registry import code_of, make_call, program_of, why_not_same_bits
 from ring_attn.strategies.ring import CODE as RING
 from ring_attn.testing import Layouts
 from tests.kernels.calls import DEVICE
@@ -83,6 +84,39 @@ def test_gradients_are_added_up_where_their_order_gains_no_bits() -> None:
     assert RING.gradients(call) == ("kv", False) and why_not_same_bits(call) is not None
 
 
+# Rows of a causal mask over 2 ranks, options, and whether one kv head of an H100's call has the
+# backward of all gradients at once: from 25,216 rows of a launch on (1.5 programs of 128 rows for
+# each of 132 multiprocessors), unless the bits must not depend on the number of ranks.
+LONG, SHORT = 1 << 16, 1 << 14
+ONE_PASS: dict[str, tuple[Strategy, str, int, bool | None, bool]] = {
+    "short": (Strategy(), "contiguous", SHORT, False, False),
+    "long": (Strategy(), "contiguous", LONG, False, True),
+    "long, in order": (Strategy(), "contiguous", LONG, None, False),
+    "zigzag sees halves of shards": (Strategy(), "zigzag", LONG, None, False),
+    "longer zigzag": (Strategy(), "zigzag", 2 * LONG, None, True),
+    "striped": (Strategy(), "striped", LONG, None, True),
+    "gathered rows": (Strategy("all_gather"), "zigzag", LONG // 2, None, True),
+    "all rows by heads": (Strategy(ulysses_degree=2), "zigzag", LONG // 2, None, True),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_long_launches_of_one_kv_head_take_one_pass(name: str) -> None:
+    strategy, layout, rows, same_bits, expected = ONE_PASS[name]
+    spec = AttentionSpec("cuda", torch.bfloat16, 1, 8, 1, 128, 128)
+    call = make_call(
+        Strategy(), spec, named(layout, 2, rows), Mask(rows, rows, causal=True), 0,
+        backend="reference", same_bits=False,
+    )  # fmt: skip
+    options = replace(call.options, same_bits=same_bits)
+    for rank in (0, 1):
+        call = replace(call, rank=rank, strategy=strategy, backend="triton", options=options)
+        assert code_of(strategy).in_one_pass(call) is expected
+        programs = [program_of(call, backward=True)]
+        programs += [op.program for op in programs[0].ops if isinstance(op, Inner)]
+        assert programs[-1].in_one_pass is expected
+
+
 @pytest.mark.parametrize(
     "strategy", [Strategy(ulysses_degree=2), Strategy("all_gather", heads_per_chunk=2)], ids=str
 )
@@ -96,6 +130,6 @@ def test_heads_that_have_another_kernel_by_themselves(
     assert (
         why_not_same_bits(replace(call, options=replace(call.options, same_bits=False))) is not None
     )
-    few = lambda backend, spec: spec.nheads_kv >= 4  # noqa: E731
+    few = lambda backend, spec, kv_rows=None: spec.nheads_kv >= 4  # noqa: E731
     monkeypatch.setattr(TritonBackend, "in_one_pass", few)
     assert "another kernel" in str(why_not_same_bits(call))

@@ -39,6 +39,7 @@ from ring_attn.testing import (
     run_calls,
 )
 from ring_attn.testing.ranks import calls_of
+from ring_attn.transport.base import Transport
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.refusals import refused
 from tests.unit.test_programs import sent
@@ -178,26 +179,29 @@ def test_refused_before_anything_is_sent() -> None:
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (RING, [True, True, True, False]),
+        (RING, [1, 1, 1, 0]),
         # Rounds of two ranks: the next round's keys travel during a whole round.
-        (Strategy(inner_degree=2), [True, True, True, False]),
-        (Strategy(ulysses_degree=4), [False]),
-        (Strategy(ulysses_degree=2), [True, False]),
+        (Strategy(inner_degree=2), [2, 1, 1, 0]),
+        (Strategy("exchange"), [2, 2, 1, 0]),
+        (Strategy(ulysses_degree=4), [0]),
+        (Strategy(ulysses_degree=2), [1, 0]),
     ],
     ids=str,
 )
-def test_attention_knows_whether_copies_are_beside_it(
-    strategy: Strategy, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+def test_attention_leaves_multiprocessors_to_each_exchange_beside_it(
+    strategy: Strategy, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = defaultdict[int, list[bool]](list)
+    found = defaultdict[int, list[int]](list)
     forward = Backend.forward
 
-    def noted(self: Backend, q: Tensor, *given: Any, beside_copies: bool, **options: Any) -> Any:
-        found[threading.get_ident()].append(beside_copies)
+    def noted(self: Backend, q: Tensor, *given: Any, spare_sms: int, **options: Any) -> Any:
+        found[threading.get_ident()].append(spare_sms)
         return forward(self, q, *given, **options)
 
     monkeypatch.setattr(Backend, "forward", noted)
+    monkeypatch.setattr(Transport, "sms_per_exchange", 4)
+    monkeypatch.setattr(Transport, "spare_sms", 3)
     assert not run_all_ranks(
         Case("full", "contiguous", strategy, heads=Heads(4, 2, 8, 8)), 4
     ).failures
-    assert [*found.values()] == [expected] * 4
+    assert [*found.values()] == [[3 + 4 * lanes for lanes in expected]] * 4

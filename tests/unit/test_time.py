@@ -21,6 +21,7 @@ from ring_attn.machines.cluster import Cluster, Device, Host, Link
 from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.devices import Rate
 from ring_attn.strategies.registry import programs_of
+from ring_attn.transport.nccl_channels import communicator_of
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
 ROWS = 64
@@ -233,3 +234,53 @@ def test_a_rank_that_posts_less_is_named(kinds: tuple[type, ...], words: str) ->
     programs[2] = replace(programs[2], ops=left)
     with pytest.raises(ValueError, match=words):
         simulate(programs, calls[0], cluster())
+
+
+# -- multiprocessors of copies
+
+GLUON = replace(SPEC, device_type="cuda", dtype=torch.bfloat16, headdim=128, headdim_v=128)
+
+
+def on_gluon(on: Cluster, strategy: Strategy = Strategy()) -> Simulation:  # noqa: B008  # frozen
+    """The forward of our kernel of sm_90, which is a persistent grid."""
+    layout = SequenceLayout.contiguous(ROWS * 4, 4)
+    mask = Mask(layout.seqlen, layout.seqlen)
+    calls = [
+        replace(call_of(layout, mask, rank, strategy, "triton"), spec=GLUON) for rank in range(4)
+    ]
+    return simulate(programs_of(calls, backward=False), calls[0], on)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "max_ctas", "steps"),
+    [
+        # Three steps beside an exchange, and the last.
+        (Strategy(), 8, 3 / (1 - 8 / 64) + 1),
+        (Strategy(), 16, 3 / (1 - 16 / 64) + 1),
+        # The next round's keys travel beside the first step.
+        (Strategy(inner_degree=2), 8, 1 / (1 - 16 / 64) + 2 / (1 - 8 / 64) + 1),
+    ],
+)
+def test_a_persistent_forward_loses_what_it_leaves_to_each_exchange(
+    strategy: Strategy, max_ctas: int, steps: float
+) -> None:
+    """For the whole step, whether the copies are short or not."""
+    toy = cluster(inside=1e12, between=1e12, max_ctas=max_ctas)
+    device = replace(toy.device, architecture="sm_90", multiprocessors=64)
+    one_step = flops(ROWS * ROWS, GLUON, backward=False) / 1e9
+    found = on_gluon(replace(toy, device=device, slowdown=max_ctas / 64), strategy)
+    assert each(found, "compute") == pytest.approx([steps * one_step] * 4)
+    # Other kernels lose only the copies' time.
+    other = replace(device, architecture="sm_80")
+    found = on_gluon(replace(toy, device=other, slowdown=max_ctas / 64), strategy)
+    assert each(found, "compute") == pytest.approx([4 * one_step] * 4, rel=1e-3)
+
+
+def test_compute_loses_the_share_of_a_messages_channels() -> None:
+    """4 of 8 channels copy a message of two ranks, which takes longer than their two steps."""
+    on = cluster(inside=1e9, slowdown=0.5, channel_bandwidth=1.0)
+    found = simulated(on, world_size=2)
+    channels = communicator_of(2, 1).channels(NBYTES)
+    assert 1 <= channels < 8
+    steps = 1 / (1 - 0.5 * channels / 8) + 1
+    assert each(found, "compute") == pytest.approx([steps * STEP] * 2)

@@ -30,7 +30,7 @@ def strategy_of(plan: ModelPlan) -> str:
     if len(strategies) != 1:
         return '"auto"'
     only = next(iter(plan.attention.kinds)).choice.best
-    return f'"{only.family}"' if only.label == only.family else f"ring_attn.{only.strategy!r}"
+    return f'"{only.name}"' if only.full_name == only.name else f"ring_attn.{only.strategy!r}"
 
 
 def _only_data_and_sequence(job: Job) -> str | None:

@@ -100,7 +100,7 @@ class AttentionPlan:
     @property
     def strategies(self) -> list[str]:
         """Labels of the strategies of all kinds, without repetition."""
-        return list(dict.fromkeys(kind.choice.best.label for kind in self.kinds))
+        return list(dict.fromkeys(kind.choice.best.full_name for kind in self.kinds))
 
 
 def plan_attention(job: Job) -> AttentionPlan:

@@ -118,7 +118,7 @@ def attention_lines(plan: ModelPlan) -> str:
     for kind in plan.attention.kinds:
         best = kind.choice.best
         lines.append(
-            f"{kind.count} x {kind.attention.words}: {best.label}, "
+            f"{kind.count} x {kind.attention.words}: {best.full_name}, "
             f"{format_seconds(kind.forward)} forward, {format_seconds(kind.backward)} backward"
         )
     return "\n".join(lines)

@@ -125,7 +125,7 @@ class Estimates:
             lambda problem, candidate: peak_of(
                 call_of(problem, candidate),
                 backward=backward,
-                node_size=problem.cluster.node_size,
+                cluster=problem.cluster,
             )
         )
         return Peak(
@@ -138,7 +138,7 @@ class Estimates:
         return peak_of(
             call_of(self._problem, self._candidate),
             backward=self._problem.backward,
-            node_size=self._problem.cluster.node_size,
+            cluster=self._problem.cluster,
         )
 
     def _each(self, measure: Callable[[Problem, Candidate], T]) -> list[T]:

@@ -28,7 +28,6 @@ from ring_attn.core.program import Channel
 from ring_attn.torch_private import PrefixStore, Store, nccl_class, nccl_options
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
-from ring_attn.transport.options import MAX_CTAS
 from ring_attn.transport.ranks.headers import Compared
 from ring_attn.transport.ranks.rendezvous import (
     CannotSucceed,
@@ -206,7 +205,7 @@ class NcclLink:
     def __init__(self, store: Store, meeting: str, rank: int, global_ranks: Ranks) -> None:
         self._store, self._meeting, self._rank = store, meeting, rank
         self._global_ranks = global_ranks
-        self._channels: dict[tuple[Ranks, Channel], NcclChannel] = {}
+        self._channels: dict[tuple[Ranks, Channel, int], NcclChannel] = {}
         self._ends: list[CommunicatorEnd] = []
 
     def channel(
@@ -215,23 +214,32 @@ class NcclLink:
         name: Channel,
         seconds: float,
         device: torch.device,
+        max_ctas: int,
     ) -> NcclChannel:
-        """Return a channel among `members`, numbered in that order; made at its first use."""
-        key = members, name
+        """Return a channel among `members`, numbered in that order; made at its first use.
+
+        Calls with another `max_ctas` have another communicator.
+        """
+        key = members, name, max_ctas
         if key not in self._channels:
-            communicator = self._connect(members, name, seconds, device)
+            communicator = self._connect(members, name, seconds, device, max_ctas)
             self._channels[key] = NcclChannel(members, name, seconds, communicator, device)
         return self._channels[key]
 
     def _connect(
-        self, members: Ranks, channel: Channel, seconds: float, device: torch.device
+        self,
+        members: Ranks,
+        channel: Channel,
+        seconds: float,
+        device: torch.device,
+        max_ctas: int,
     ) -> Any:
         """Make a communicator, together with all its members."""
-        name = f"{self._meeting}/{hashed(members)}/{channel}"
+        name = f"{self._meeting}/{hashed(members)}/{channel}/{max_ctas}"
         everyone = [self._global_ranks[member] for member in members]
         global_rank = self._global_ranks[self._rank]
         meet(Rendezvous(self._store, name, global_rank, everyone), seconds)
-        options = nccl_options(name, seconds + GRACE_S, MAX_CTAS, everyone)
+        options = nccl_options(name, seconds + GRACE_S, max_ctas, everyone)
         store, rank = PrefixStore(name, self._store), members.index(self._rank)
         communicator: Any = nccl_class()(store, rank, len(members), options)
         self._ends.append(CommunicatorEnd(communicator, name))
