@@ -49,6 +49,10 @@ CASES = (
     *SIZES,
 )
 
+# Lines of an implementation are told apart by their style, and beyond that by their markers.
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "x")
+
 # The most bars of a picture: of more rows the first ones are drawn.
 MAX_BARS = 60
 
@@ -104,8 +108,8 @@ def measured(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _has_several(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Return whether an entry has several values."""
-    return len({str(row.get(name)) for row in rows}) > 1
+    """Return whether an entry has several values; "-" stands for none."""
+    return len({str(row[name]) for row in rows if row.get(name) not in (None, "-")}) > 1
 
 
 def _modes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -166,17 +170,14 @@ def _label(row: Mapping[str, Any], differing: Sequence[str]) -> str:
 def _case(row: Mapping[str, Any], differing: Sequence[str]) -> str:
     """Return the values of entries in which rows differ: "ring, 8/2 x 64, causal, 4k"."""
     words = []
-    if {"heads", "head_dim"} & {*differing}:
-        dims = str(row.get("head_dim"))
-        if row.get("head_dim_v", row.get("head_dim")) != row.get("head_dim"):
-            dims = f"{dims}/{row['head_dim_v']}"
-        words.append(f"{row.get('heads')}/{row.get('kv_heads')} x {dims}")
+    if {"heads", "head_dim", "head_dim_v"} & {*differing}:
+        words.append(_heads(row))
     for name in differing:
         value = row.get(name)
         if name == "causal":
             words.append("causal" if value else "full")
         elif name == "world_size":
-            words.append(f"{value} ranks")
+            words.append("1 rank" if value == 1 else f"{value} ranks")
         elif name == "pages":
             words.append(f"pages of {value}" if value else "no pages")
         elif isinstance(value, int):
@@ -185,6 +186,14 @@ def _case(row: Mapping[str, Any], differing: Sequence[str]) -> str:
         elif value not in (None, "-"):
             words.append(str(value))
     return ", ".join(words)
+
+
+def _heads(row: Mapping[str, Any]) -> str:
+    """Return heads, kv heads and head dims of a row: "32/8 x 128"."""
+    dims = str(row.get("head_dim"))
+    if row.get("head_dim_v", row.get("head_dim")) != row.get("head_dim"):
+        dims = f"{dims}/{row['head_dim_v']}"
+    return f"{row.get('heads')}/{row.get('kv_heads')} x {dims}"
 
 
 def _short(size: int) -> str:
@@ -198,8 +207,8 @@ def _short(size: int) -> str:
 def _rates(rows: Sequence[Mapping[str, Any]], size: str, rate: str, theme: str) -> Figure:
     """Draw a rate by size, a line for each implementation and case."""
     differing = [name for name in CASES if name != size and _has_several(rows, name)]
-    if "heads" not in differing and any(row.get("heads") for row in rows):
-        differing.append("heads")
+    is_known = "heads" in rows[0] and not {"heads", "head_dim", "head_dim_v"} & {*differing}
+    heads = _heads(rows[0]) if is_known else ""
     lines: dict[Line, list[tuple[int, float]]] = {}
     for row in rows:
         name = NAMES.get(row["impl"], row["impl"])
@@ -207,8 +216,11 @@ def _rates(rows: Sequence[Mapping[str, Any]], size: str, rate: str, theme: str) 
         lines.setdefault(line, []).append((row[size], row[rate]))
     modes = _modes(rows)
     names = list(dict.fromkeys(line.name for line in lines))
-    cases = list(dict.fromkeys(line.case for line in lines))
-    styles = ("-", "--", ":", "-.")
+    # The cases of each implementation, and of all if there is only one.
+    cases = {
+        name: list(dict.fromkeys(line.case for line in lines if line.name == name))
+        for name in names
+    }
     unit = RATES[rate]
     with settings(theme) as colours:
         labels = {f"{line.name}, {line.case}" if line.case else line.name for line in lines}
@@ -218,13 +230,13 @@ def _rates(rows: Sequence[Mapping[str, Any]], size: str, rate: str, theme: str) 
             for line, points in lines.items():
                 if line.mode == mode:
                     xs, ys = zip(*sorted(points), strict=True)
-                    colour = names.index(line.name) if len(names) > 1 else cases.index(line.case)
+                    place = cases[line.name].index(line.case)
                     axes.plot(
                         xs,
                         ys,
-                        "o",
-                        color=owner_colour(colour),
-                        linestyle=styles[cases.index(line.case) % len(styles)],
+                        color=owner_colour(names.index(line.name) if len(names) > 1 else place),
+                        linestyle=STYLES[place % len(STYLES)],
+                        marker=MARKERS[place // len(STYLES) % len(MARKERS)],
                         markersize=4,
                         label=f"{line.name}, {line.case}" if line.case else line.name,
                     )
@@ -235,7 +247,7 @@ def _rates(rows: Sequence[Mapping[str, Any]], size: str, rate: str, theme: str) 
         sizes = sorted({row[size] for row in rows})
         parts[-1].set_xticks(sizes, [_short(each) for each in sizes])
         parts[-1].minorticks_off()
-        parts[-1].set_xlabel(SIZES[size])
+        parts[-1].set_xlabel(f"{SIZES[size]} ({heads})" if heads else SIZES[size])
         figure.legend(
             *parts[0].get_legend_handles_labels(),
             loc="outside lower left",

@@ -380,11 +380,12 @@ def test_a_bench_of_lengths_shows_its_rates() -> None:
     ]
     (axes,) = plots.bench({"rows": rows}).axes
     assert [str(line.get_label()) for line in axes.lines] == [
-        f"{name}, 8/2 x 64, {mask}"
-        for name in ("ring_attn", "torch-flash")
-        for mask in ("causal", "full")
+        f"{name}, {mask}" for name in ("ring_attn", "torch-flash") for mask in ("causal", "full")
     ]
     assert all(line.get_ydata().tolist() == [128.0, 256.0] for line in axes.lines)
+    assert axes.get_xlabel() == "length of the sequence (8/2 x 64)"
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.lines}
+    assert len(looks) == len(axes.lines)
     messages = [
         row("gloo", op, 1.0, nbytes=n, gbps=n / 4.0) for op in ("hop", "all_gather") for n in (4, 8)
     ]
