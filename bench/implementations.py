@@ -1,23 +1,20 @@
-"""Implementations of attention on one device: ours and torch's.
+"""Attention on one device: the problem, our implementation, and what all implementations share.
 
-Grouped heads are never repeated. Each implementation gets inputs in its documented layout, which
-are made before the timing: (batch, heads, seqlen, dim) for torch, (batch, seqlen, heads, dim) for
-ours. torch runs under autograd; ours is called as a backend.
+`bench.peers` has the implementations of other packages. Grouped heads are never repeated.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_attn.backends.base import Backend, BackwardInputs
+from ring_attn.cli.masks import MaskChoice
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
@@ -27,6 +24,13 @@ from ring_attn.testing import Inputs
 
 # The most characters of a reason, which is one line of a table.
 REASON_CHARS = 160
+
+# Whether each direction of a mode is the backward.
+DIRECTIONS: dict[str, tuple[bool, ...]] = {
+    "fwd": (False,),
+    "bwd": (True,),
+    "fwd_bwd": (False, True),
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Shape:
     causal: bool
     dtype: torch.dtype
     device: torch.device
+    # None is `head_dim`.
+    head_dim_v: int | None = None
+    # None is the mask of `causal`.
+    masked: MaskChoice | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -51,31 +59,61 @@ class Shape:
             nheads=self.heads,
             nheads_kv=self.kv_heads,
             headdim=self.head_dim,
-            headdim_v=self.head_dim,
+            headdim_v=self.dim_v,
         )
 
     @property
+    def dim_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def choice(self) -> MaskChoice:
+        return self.masked or MaskChoice("causal" if self.causal else "full")
+
+    @property
     def mask(self) -> Mask:
-        return Mask(self.seqlen, self.seqlen, self.causal)
+        return self.choice.mask(self.seqlen)
+
+    def shortened(self, batch: int, rows: int) -> Shape:
+        """Return the problem with a smaller batch and fewer rows, under a mask that looks alike."""
+        rows = min(rows, self.seqlen)
+        masked = self.choice.scaled(self.seqlen, rows)
+        return replace(self, batch=min(batch, self.batch), seqlen=rows, masked=masked)
 
     def flops(self, mode: str) -> int:
         """Return the FLOPs of a mode.
 
         "fwd" has 4 x area x head_dim per head, "bwd" 2.5 times that, and "fwd_bwd" both.
         """
-        directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
-        return sum(flops(self.mask.area, self.spec, backward=back) for back in directions)
+        area = self.mask.area
+        return sum(flops(area, self.spec, backward=back) for back in DIRECTIONS[mode])
+
+    def nbytes(self, mode: str) -> int:
+        """Return the bytes that a mode must at least read and write.
+
+        The forward reads q, k and v, and writes out; the backward reads these and dout, and writes
+        dq, dk and dv. Each is counted once.
+        """
+        rows = self.batch * self.seqlen * self.dtype.itemsize
+        qk, kv = rows * self.heads * self.head_dim, rows * self.kv_heads * self.head_dim
+        out, v = rows * self.heads * self.dim_v, rows * self.kv_heads * self.dim_v
+        return sum(
+            2 * (qk + kv + v + out) if back else qk + kv + v + out for back in DIRECTIONS[mode]
+        )
 
     def data(self) -> Inputs:
         """Draw normally distributed q, k, v and dout on the device."""
         generator = torch.Generator(self.device).manual_seed(0)
 
-        def draw(heads: int) -> Tensor:
-            shape = (self.batch, self.seqlen, heads, self.head_dim)
+        def draw(heads: int, dim: int) -> Tensor:
+            shape = (self.batch, self.seqlen, heads, dim)
             return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
 
         return Inputs(
-            q=draw(self.heads), k=draw(self.kv_heads), v=draw(self.kv_heads), dout=draw(self.heads)
+            q=draw(self.heads, self.head_dim),
+            k=draw(self.kv_heads, self.head_dim),
+            v=draw(self.kv_heads, self.dim_v),
+            dout=draw(self.heads, self.dim_v),
         )
 
 
@@ -129,25 +167,6 @@ class Differentiable(Implementation):
     def backward(self) -> None:
         assert self.out is not None, "call forward first"
         self.grads = torch.autograd.grad(self.out, self._leaves, self._dout)
-
-
-class TorchFlash(Differentiable):
-    """FlashAttention of torch, on (batch, heads, seqlen, dim)."""
-
-    def __init__(self, problem: Shape, data: Inputs) -> None:
-        heads_first = [x.transpose(1, 2).contiguous() for x in data]
-        grouped = problem.heads != problem.kv_heads
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return F.scaled_dot_product_attention(
-                    q, k, v, is_causal=problem.causal, enable_gqa=grouped
-                )
-
-        super().__init__(attend, heads_first, backward=True)
-
-    def results(self) -> list[Tensor]:
-        return [x.transpose(1, 2) for x in super().results()]
 
 
 def reason(error: Exception) -> str:

@@ -31,6 +31,7 @@ class Report(Generic[S, R]):
         setting: a dataclass that describes the measurements.
         rows: dataclasses, one for each line of the tables.
         failures: messages about wrong results.
+        machine: the versions and the hardware.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class Report(Generic[S, R]):
         self.failures: list[str] = []
         self._budget = budget
         self._start = time.monotonic()
-        self._machine = machine()
+        self.machine = machine()
 
     def to_json(self) -> dict[str, object]:
         return {
-            "machine": self._machine,
+            "machine": self.machine,
             "command": command_line(),
             "setting": asdict(self.setting),
             "rows": [asdict(row) for row in self.rows],
@@ -86,12 +87,18 @@ class Report(Generic[S, R]):
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
         """Print tables, failures and last lines; return the exit status, 1 if a result is wrong."""
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=TABLE_WIDTH)
+        console = console_for()
         console.print(*tables)
         for failure in self.failures:
             console.print(failure, style="red", markup=False)
         for line in last_lines:
             console.print(line, markup=False, soft_wrap=True)  # no line breaks, for copy and paste
         return 1 if self.failures else 0
+
+
+def console_for() -> Console:
+    """Return the console of tables, which is wide if the output is not a terminal."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, width=TABLE_WIDTH)

@@ -1,4 +1,4 @@
-"""`ring-attn bench ring`: time, waits, bytes and memory of a ring, next to dense attention."""
+"""`ring-attn bench ring`: strategies of ours, and other packages, on several ranks."""
 
 from __future__ import annotations
 
@@ -6,229 +6,602 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor
 
-from ring_attn.bench.report import Report
-from ring_attn.bench.ring_implementations import Dense, Impl, Ours, RingSetting, TorchTemplate
-from ring_attn.bench.timing import STAGES, quantiles, turned
-from ring_attn.cli.arguments import new_table, show, with_options
-from ring_attn.cli.options import MODES, RING_ITERS, SEQLEN
+from ring_attn import profiling
+from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.bench import implementations as one_device
+from ring_attn.bench.benchmark import Benchmark, Outputs, lines_of_rank
+from ring_attn.bench.implementations import DIRECTIONS, Shape, reason
+from ring_attn.bench.predictions import Plan, cluster_of, plan, strategies_of
+from ring_attn.bench.ring_implementations import Dense, Ours, RingCase, RingImpl
+from ring_attn.bench.ring_peers import RING_PEERS
+from ring_attn.bench.rows import Row, figure, key, length, word
+from ring_attn.bench.timing import STAGES, free_memory, turned
+from ring_attn.cli.arguments import progress
+from ring_attn.cli.bench_options import RING_ITERS, SEQLEN
+from ring_attn.cli.bench_options import RING_PEERS as PEER_NAMES
+from ring_attn.cli.masks import MaskChoice
 from ring_attn.core.dtypes import dtype_name
-from ring_attn.profiling import peak_bytes
-from ring_attn.testing import Inputs, Verdict, check, random_qkv
-from ring_attn.testing.launch import rank_device, run_ranks
+from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.strategy import Strategy
+from ring_attn.machines.cluster import Cluster
+from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients, random_qkv
+from ring_attn.testing.launch import (
+    checked_device,
+    rank_device,
+    run_ranks,
+    timed_on_ranks,
+    under_torchrun,
+)
+from ring_attn.values.outside import env_int
 
 WARMUP = 2
 QUICK = (1024, 3)  # length and repetitions with --quick
 
-BASELINES: dict[str, type[Impl]] = {peer.name: peer for peer in (Dense, TorchTemplate)}
+# Rows of the sequence whose results are compared with float64, which stores all scores.
+JUDGED_ROWS = 1024
+
+# Most rows that a rank computes alone, for its speed without other ranks.
+ALONE_ROWS = {"cpu": 2048, "cuda": 16384}
+
+# Repetitions whose waits and transfers are measured.
+OBSERVED = 3
 
 
 @dataclass(frozen=True)
-class RingRow:
-    """Figures of an implementation in a mode; None where they do not apply."""
+class RingSetting:
+    """The problems, and the options of their measurement."""
+
+    world_sizes: tuple[int, ...]
+    seqlens: tuple[int, ...]
+    strategies: tuple[str, ...]
+    layout: str
+    masks: tuple[MaskChoice, ...]
+    modes: tuple[str, ...]
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: str
+    threads: int
+    iters: int
+    peers: tuple[str, ...]
+    cluster: str | None = None
+
+    def cases(self) -> Iterator[RingCase]:
+        """Yield the problems, small worlds and short sequences first."""
+        for world_size, mask, seqlen in product(self.world_sizes, self.masks, self.seqlens):
+            shape = Shape(
+                batch=self.batch,
+                seqlen=seqlen,
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
+                causal=mask.causal,
+                dtype=self.dtype,
+                device=torch.device(self.device),
+                masked=mask,
+            )
+            yield RingCase(
+                shape=shape,
+                world_size=world_size,
+                layout=self.layout,
+                threads=self.threads,
+                backward=self.modes != ("fwd",),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingRow(Row):
+    """Figures of an implementation in a mode; times and bytes are those of the worst rank.
+
+    Attributes:
+        strategy: of ours, by its name and degrees; of others, how they share the work.
+        layout: as requested.
+        chosen: the planner's choice, where it chose the strategy or the layout.
+        tflops: TFLOP/s of a rank's device.
+        share: that, as a share of the speed of one rank alone.
+        exposed_ms: waits for transfers, which compute did not hide.
+        hidden_ms: the rest of the time in which transfers were under way.
+        bytes_sent: bytes that a rank sends.
+        peak_bytes: most bytes that a call holds beyond its inputs.
+        predicted_ms: the planner's time.
+        off: predicted / measured - 1.
+        max_error: largest difference from attention in float64.
+    """
+
+    strategy: str = key("strategy")
+    mask: str = key("mask")
+    layout: str = key("layout")
+    world_size: int = key("ranks")
+    seqlen: int = key("length", length)
+    batch: int = key("batch")
+    heads: int = key("heads")
+    kv_heads: int = key("kv heads")
+    head_dim: int = key("head dim")
+    dtype: str = key("")
+    chosen: str | None = word("chosen")
+    tflops: float | None = figure("TFLOP/s", ".3g")
+    share: float | None = figure("of\nalone", ".0%")
+    exposed_ms: float | None = figure("exposed\nms", ".3g")
+    hidden_ms: float | None = figure("hidden\nms", ".3g")
+    bytes_sent: int | None = figure("sent\nMB", ".4g", scale=1e-6)
+    peak_bytes: int | None = figure("peak\nMB", ".4g", scale=1e-6)
+    predicted_ms: float | None = figure("predicted\nms", ".4g")
+    off: float | None = figure("off", "+.0%")
+    max_error: float | None = figure("error", ".1e")
+
+
+class Entry(NamedTuple):
+    """An implementation of a case: its name, how it shares the work, and the planner's figures.
+
+    `strategy` is of ours: a value, or "auto". `plan` is None where the planner says nothing.
+    `why` is the reason against it, or empty.
+    """
 
     impl: str
-    mode: str
-    median_ms: float | None = None
-    p20_ms: float | None = None
-    p80_ms: float | None = None
-    wait_ms: float | None = None
-    bytes_sent: int | None = None
-    peak_bytes: int | None = None
-    max_error: float | None = None
-    note: str = ""
+    label: str
+    strategy: Strategy | str | None = None
+    plan: Plan | None = None
+    why: str = ""
+
+
+class RingBench(Benchmark[RingSetting, RingRow]):
+    """Plans, and then measures, all cases."""
+
+    name, title = "ring", "attention over a split sequence"
+
+    def plans(self) -> list[tuple[RingCase, list[Entry]]]:
+        """Return the cases, each with what is measured."""
+        return [(case, self._entries(case)) for case in self.setting.cases()]
+
+    def _entries(self, case: RingCase) -> list[Entry]:
+        setting = self.setting
+        cluster = self._cluster(case.world_size)
+        node_size = env_int("LOCAL_WORLD_SIZE", 0) or case.world_size
+        named = strategies_of(setting.strategies, case, node_size)
+        entries = [self._ours(case, label, strategy, cluster) for label, strategy in named.items()]
+        if "auto" in setting.strategies:
+            entries.append(self._ours(case, "auto", None, cluster))
+        return [*entries, *(Entry(name, "-") for name in setting.peers)]
+
+    def _ours(
+        self, case: RingCase, label: str, strategy: Strategy | None, cluster: Cluster | None
+    ) -> Entry:
+        """Return the entry of a strategy; None is the planner's choice."""
+        value = "auto" if strategy is None else strategy
+        if cluster is None and self.setting.layout != "auto":
+            return Entry("ours", label, value)
+        if cluster is None:
+            raise ValueError("--layout auto needs --cluster, by which the planner chooses")
+        try:
+            found = plan(case, strategy, self.setting.layout, cluster)
+        except (ValueError, NotImplementedError) as error:
+            return Entry("ours", label, value, why=f"cannot run: {error}")
+        return Entry("ours", label, value, found)
+
+    def _cluster(self, world_size: int) -> Cluster | None:
+        """Return the cluster for predictions; None, with a remark, if this GPU is not known."""
+        setting = self.setting
+        try:
+            return cluster_of(setting.cluster, setting.device, world_size)
+        except ValueError as error:
+            if setting.cluster is not None:
+                raise
+            if not self.remarks:
+                self.remarks.append(f"no predictions: {error}")
+            return None
+
+    def run(self) -> None:
+        """Measure all cases in one set of ranks."""
+        plans = self.plans()
+        self.check_comparable(
+            [row for case, entries in plans for row in self._planned(case, entries)]
+        )
+        progress.by_rank = not under_torchrun()
+        ranks = run_ranks(
+            measure,
+            _world_size(self.setting),
+            self.setting,
+            plans,
+            threads=self.setting.threads,
+            device=self.setting.device,
+        )
+        self.rows, self.failures = ranks[0]
+
+    def _planned(self, case: RingCase, entries: Sequence[Entry]) -> list[RingRow]:
+        return [row_of(case, e, mode) for e in entries for mode in self.setting.modes]
+
+
+def row_of(case: RingCase, entry: Entry, mode: str, label: str | None = None) -> RingRow:
+    """Return the row of an implementation without figures."""
+    shape = case.shape
+    auto = "auto" in (case.layout, entry.label)
+    return RingRow(
+        impl=entry.impl,
+        mode=mode,
+        strategy=entry.label if label is None else label,
+        mask=str(shape.choice),
+        layout=case.layout if entry.impl == "ours" else "-",
+        world_size=case.world_size,
+        seqlen=shape.seqlen,
+        batch=shape.batch,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype_name(shape.dtype),
+        chosen=entry.plan.chosen if entry.plan is not None and auto else None,
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the tables and write the JSON; return 1 if a result is wrong."""
-    # Silences the memory profiler on stderr. Ranks need it before they import torch.
+    """Measure, write the files, print the tables; return 1 if a result is wrong."""
+    silence_profiler()
+    bench = RingBench(setting_of(args), Outputs.of(args, RingBench.name, RingRow))
+    bench.run()
+    return bench.conclude()
+
+
+def silence_profiler() -> None:
+    """Silence the memory profiler's lines on stderr; ranks need this before they import torch."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    setting = setting_of(args)
-    bench = Report[RingSetting, RingRow](setting, args.json)
-    ranks = run_ranks(
-        measure, setting.world_size, setting, threads=setting.threads, device=args.device
-    )
-    bench.rows, bench.failures = ranks[0]
-    bench.save()
-    lines = [f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note]
-    status = bench.finish([], []) if args.quiet else bench.finish([_table(bench)], lines)
-    bench.draw(args.plot)
-    return status
 
 
 def setting_of(args: argparse.Namespace) -> RingSetting:
+    """Return the setting of the command's options.
+
+    Raises:
+        ValueError: options exclude each other, or this machine cannot provide the ranks.
+    """
+    if args.causal is not None and args.masks is not None:
+        raise ValueError("--causal and --mask exclude each other: pass --mask alone")
+    masks = args.masks or (MaskChoice("full" if args.causal is False else "causal"),)
     seqlen, iters = QUICK if args.quick else (SEQLEN, RING_ITERS)
-    return with_options(
-        RingSetting,
-        args,
-        seqlen=args.seqlen or seqlen,
-        kv_heads=args.kv_heads or args.heads,
+    started = env_int("WORLD_SIZE", 1) if under_torchrun() else None
+    world_sizes = args.world_size or (started or 2,)
+    if started is not None and max(world_sizes) > started:
+        raise ValueError(
+            f"--world-size must be at most {started}, the ranks that torchrun started, got "
+            f"{max(world_sizes)}"
+        )
+    device = checked_device(args.device, started or max(world_sizes))
+    heads, kv_heads = args.heads, args.kv_heads or args.heads
+    if heads % kv_heads:
+        raise ValueError(f"--heads must be a multiple of --kv-heads, got {heads} and {kv_heads}")
+    names = PEER_NAMES if "all" in args.peers else args.peers
+    setting = RingSetting(
+        world_sizes=tuple(sorted(world_sizes)),
+        seqlens=tuple(sorted(args.seqlen or (seqlen,))),
+        strategies=args.strategy,
+        layout=args.layout,
+        masks=masks,
+        modes=args.modes,
+        batch=args.batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=args.head_dim,
+        dtype=args.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
+        device=device,
+        threads=args.threads,
         iters=args.iters or iters,
-        baselines=args.baseline,
+        peers=names,
+        cluster=args.cluster,
     )
+    for case in setting.cases():
+        _ = case.shape.mask  # refuses masks with too many slices
+    return setting
 
 
-def measure(setting: RingSetting) -> tuple[list[RingRow], list[str]]:
-    """Measure on every rank; return rows and failures."""
-    inputs = random_qkv(  # the same on every rank
-        seqlen_q=setting.seqlen,
-        nheads=setting.heads,
-        nheads_kv=setting.kv_heads,
-        headdim=setting.head_dim,
-        dtype=setting.dtype,
-        device=rank_device(),
-    )
+def _world_size(setting: RingSetting) -> int:
+    """Return the number of ranks to start, or that torchrun started."""
+    return env_int("WORLD_SIZE", 1) if under_torchrun() else max(setting.world_sizes)
+
+
+# -- within a rank
+
+
+def measure(
+    setting: RingSetting, plans: Sequence[tuple[RingCase, Sequence[Entry]]]
+) -> tuple[list[RingRow], list[str]]:
+    """Measure all cases on the first ranks of each; return the rows and failures of rank 0."""
+    rank, started = dist.get_rank(), dist.get_world_size()
+    sizes = dict.fromkeys(case.world_size for case, _ in plans)
+    groups = {n: dist.group.WORLD if n == started else dist.new_group(range(n)) for n in sizes}
     rows: list[RingRow] = []
-    impls: list[Impl] = [Ours(setting, inputs)]
-    for name in setting.baselines:
-        reason = BASELINES[name].reason_against(setting)
-        if reason:
-            rows.append(RingRow(name, setting.mode, note=f"cannot run: {reason}"))
-        else:
-            impls.append(BASELINES[name](setting, inputs))
-    verdicts = _verdicts(impls, setting, inputs)
-    times = _timed(impls, setting)
-    for impl in impls:
-        ours = impl.name == "ours"
-        for mode, samples in times[impl.name].items():
-            p20, median, p80 = quantiles([sample.ms for sample in samples])
-            judged = verdicts[impl.name]
-            if mode == "fwd":
-                judged = judged[:1]  # of out only
-            rows.append(
-                RingRow(
-                    impl.name,
-                    mode,
-                    median_ms=median,
-                    p20_ms=p20,
-                    p80_ms=p80,
-                    wait_ms=statistics.median(x.wait_ms for x in samples) if ours else None,
-                    bytes_sent=samples[0].bytes_sent if ours else None,
-                    peak_bytes=None if mode == "bwd" else _peak(impl, mode),
-                    max_error=max(verdict.error for verdict in judged),
-                    note="; ".join(f"wrong: {verdict}" for verdict in judged if not verdict.ok),
+    failures: list[str] = []
+    work = [case.shape.seqlen**2 / case.world_size * len(entries) for case, entries in plans]
+    with lines_of_rank("ring-attn bench ring"):
+        for number, (case, entries) in enumerate(plans):
+            group = groups[case.world_size]
+            if rank < case.world_size and group is not None:
+                stage = f"case {number + 1} of {len(plans)}"
+                progress.begin(stage, done=sum(work[:number]), total=sum(work))
+                ring = _Ring(setting, case, group)
+                rows += ring.rows(entries)
+                failures += ring.failures
+    return rows, failures
+
+
+class _Ring:
+    """Measures the implementations of one case on the ranks of a group."""
+
+    def __init__(self, setting: RingSetting, case: RingCase, group: dist.ProcessGroup) -> None:
+        self.setting, self.case, self.group = setting, case, group
+        self.failures: list[str] = []
+
+    def rows(self, entries: Sequence[Entry]) -> list[RingRow]:
+        """Judge all implementations, time them in turn, and return their rows."""
+        impls: dict[Entry, RingImpl] = {}
+        verdicts: dict[Entry, list[Verdict]] = {}
+        whys = {entry: entry.why for entry in entries if entry.why}
+        judge = _Judge(self.case, self.group)
+        for entry in entries:
+            if entry.why:
+                continue
+            why = self._why_not(entry)
+            if not why:
+                why, impl = self._tried(partial(self._built, entry, judge.case, judge.inputs))
+            if not why:
+                assert impl is not None
+                verdicts[entry] = judge.verdicts(impl)
+                del impl
+                why, impl = self._tried(partial(self._built, entry, self.case, None))
+            if why:
+                whys[entry] = f"cannot run: {why}"
+            else:
+                assert impl is not None
+                impls[entry] = impl
+        samples = self._timed(impls)
+        alone = self._alone() if impls else {}
+        rows = []
+        for entry in entries:
+            label = impls[entry].label if entry in impls and entry.impl != "ours" else None
+            for mode in self.setting.modes:
+                row = row_of(self.case, entry, mode, label)
+                if entry in whys:
+                    rows.append(row.without_time(whys[entry]))
+                    continue
+                row = self._with_times(row, samples[entry][mode], alone[mode])
+                row = self._with_memory(row, impls[entry])
+                rows.append(self._with_verdicts(row, entry, verdicts[entry]))
+            if entry in impls:
+                rows[-len(self.setting.modes) :] = self._with_transfers(
+                    rows[-len(self.setting.modes) :], impls[entry], entry
                 )
+        impls.clear()
+        free_memory(rank_device())
+        return rows
+
+    def _why_not(self, entry: Entry) -> str:
+        if entry.impl == "ours":
+            return ""
+        return RING_PEERS[entry.impl].reason_against(self.case) or ""
+
+    def _built(self, entry: Entry, case: RingCase, whole: Inputs | None) -> RingImpl:
+        """Return an implementation that has run once, so that a refusal comes before the timing."""
+        impl: RingImpl
+        if entry.impl == "ours":
+            assert entry.strategy is not None
+            layout_of = None
+            if case.layout == "auto":
+                assert entry.plan is not None, "a layout is planned, or refused"
+                layout_of = partial(_like, entry.plan.layout)
+            impl = Ours(case, self.group, whole, strategy=entry.strategy, layout_of=layout_of)
+        else:
+            impl = RING_PEERS[entry.impl](case, self.group, whole)
+        with impl.active():
+            impl.run()
+        return impl
+
+    def _tried(self, build: Callable[[], RingImpl]) -> tuple[str, RingImpl | None]:
+        """Return why an implementation cannot run, or the implementation, the same on all ranks."""
+        why = ""
+        impl: RingImpl | None = None
+        try:
+            impl = build()
+        except Exception as error:
+            why = reason(error)
+            free_memory(rank_device())
+        reasons = [""] * self.case.world_size
+        dist.all_gather_object(reasons, why, group=self.group)
+        return next(filter(None, reasons), ""), impl
+
+    def _timed(self, impls: dict[Entry, RingImpl]) -> dict[Entry, dict[str, list[float]]]:
+        """Return the milliseconds of all repetitions, by implementation and mode."""
+        found: dict[Entry, dict[str, list[float]]] = {
+            entry: {mode: [] for mode in self.setting.modes} for entry in impls
+        }
+        for repetition in range(WARMUP + self.setting.iters):
+            for entry in turned([*impls], repetition):
+                ms = self._sampled(impls[entry])
+                if repetition >= WARMUP:
+                    for mode in self.setting.modes:
+                        found[entry][mode].append(sum(ms[STAGES[mode]]))
+        return found
+
+    def _sampled(self, impl: RingImpl) -> list[float]:
+        """Run one repetition; return the milliseconds of its stages, of the slowest rank."""
+        stages = [impl.forward, impl.backward][: 1 + self.case.backward]
+        with impl.active():
+            _synchronize()
+            dist.barrier(self.group)
+            marks = [_now()]
+            for stage in stages:
+                stage()
+                marks.append(_now())
+        impl.release()
+        seconds = torch.tensor(
+            [stop - start for start, stop in zip(marks[:-1], marks[1:], strict=True)],
+            dtype=torch.float64,
+            device=rank_device(),
+        )
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
+        return [1e3 * each for each in seconds.tolist()]
+
+    def _alone(self) -> dict[str, float]:
+        """Return the TFLOP/s of a rank by mode that computes the same mask alone, with no messages.
+
+        All ranks do so at the same time, and the slowest one counts.
+        """
+        shape = self.case.shape.shortened(self.case.shape.batch, ALONE_ROWS[self.setting.device])
+        purpose = Purpose.of(shape.mask, backward=self.case.backward, same_bits=None)
+        backend = get_backend(choose_backend(shape.spec, "auto", purpose).name)
+        data = replace(shape, device=rank_device()).data()
+        attention = one_device.Ours(shape, data, backend)
+        stages = [attention.forward, attention.backward][: 1 + self.case.backward]
+        times: list[list[float]] = []
+        for _ in range(WARMUP + OBSERVED):
+            times.append([timed_on_ranks(stage, self.group) for stage in stages])
+        medians = [statistics.median(each) for each in zip(*times[WARMUP:], strict=True)]
+        return {
+            mode: shape.flops(mode) * 1e-12 / sum(medians[STAGES[mode]])
+            for mode in self.setting.modes
+        }
+
+    def _with_times(self, row: RingRow, samples: Sequence[float], alone: float) -> RingRow:
+        row = row.timed(samples)
+        assert row.median_ms is not None
+        devices = self.case.world_size
+        if row.impl == Dense.name and self.setting.device == "cuda":
+            devices = 1
+        tflops = self.case.shape.flops(row.mode) * 1e-9 / row.median_ms / devices
+        return replace(row, tflops=tflops, share=tflops / alone)
+
+    def _with_memory(self, row: RingRow, impl: RingImpl) -> RingRow:
+        """Add the peak memory of a forward, or of a forward and its backward."""
+        if row.mode == "bwd":
+            return row
+        call = impl.forward if row.mode == "fwd" else impl.run
+        with impl.active():
+            peak = profiling.peak_bytes(call, rank_device())
+        impl.release()
+        return replace(row, peak_bytes=int(self._worst([float(peak)])[0]))
+
+    def _with_verdicts(self, row: RingRow, entry: Entry, verdicts: Sequence[Verdict]) -> RingRow:
+        judged = verdicts[:1] if row.mode == "fwd" else verdicts
+        wrong = "; ".join(str(verdict) for verdict in judged if not verdict.ok)
+        if wrong and entry.impl == "ours":
+            self.failures.append(f"ours, {entry.label}, {row.mode}: {wrong}")
+        row = replace(row, max_error=max(verdict.error for verdict in judged))
+        return row.without_time(f"wrong: {wrong}") if wrong else row
+
+    def _with_transfers(
+        self, rows: Sequence[RingRow], impl: RingImpl, entry: Entry
+    ) -> list[RingRow]:
+        """Add waits, transfers, bytes and predictions of ours to the rows of all modes."""
+        if entry.impl != "ours":
+            return [*rows]
+        observed = self._observed(impl)
+        found = []
+        for row in rows:
+            parts = [observed[back] for back in DIRECTIONS[row.mode]]
+            wait, flight, sent = (sum(values) for values in zip(*parts, strict=True))
+            row = replace(
+                row,
+                exposed_ms=1e3 * wait,
+                hidden_ms=1e3 * max(flight - wait, 0.0),
+                bytes_sent=int(sent),
             )
-    return rows, [f"ours: {verdict}" for verdict in verdicts["ours"] if not verdict.ok]
+            if entry.plan is not None and row.median_ms is not None:
+                predicted = 1e3 * entry.plan.seconds[row.mode]
+                row = replace(row, predicted_ms=predicted, off=predicted / row.median_ms - 1.0)
+            found.append(row)
+        return found
+
+    def _observed(self, impl: RingImpl) -> dict[bool, tuple[float, ...]]:
+        """Return seconds of waits and of transfers, and bytes sent, by direction: worst ranks."""
+        samples: dict[bool, list[list[float]]] = {False: [], True: []}
+        for _ in range(OBSERVED):
+            dist.barrier(self.group)
+            with profiling.collect(), impl.active():
+                impl.run()
+                stats = profiling.stats()
+            impl.release()
+            for back, figures in ((False, stats.forward), (True, stats.backward)):
+                if figures is not None:
+                    values = [figures.wait_s, figures.in_flight_s, float(figures.bytes_sent)]
+                    samples[back].append(self._worst(values))
+        return {
+            back: tuple(statistics.median(each) for each in zip(*found, strict=True))
+            for back, found in samples.items()
+            if found
+        }
+
+    def _worst(self, values: Sequence[float]) -> list[float]:
+        """Return the greatest of each value over the ranks."""
+        figures = torch.tensor(values, dtype=torch.float64, device=rank_device())
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self.group)
+        found: list[float] = figures.tolist()
+        return found
 
 
-class Sample(NamedTuple):
-    """Figures of one repetition, each the greatest over the ranks."""
+class _Judge:
+    """Compares results with attention in float64, on a short sequence with the same mask."""
 
-    ms: float
-    wait_ms: float
-    bytes_sent: int
+    def __init__(self, case: RingCase, group: dist.ProcessGroup) -> None:
+        self.case, self.group = case.shortened(min(case.shape.seqlen, JUDGED_ROWS)), group
+        shape = self.case.shape
+        self.inputs = random_qkv(  # the same on every rank
+            batch=shape.batch,
+            seqlen_q=shape.seqlen,
+            nheads=shape.heads,
+            nheads_kv=shape.kv_heads,
+            headdim=shape.head_dim,
+            headdim_v=shape.dim_v,
+            dtype=shape.dtype,
+            device=rank_device(),
+        )
+        self._is_first = dist.get_rank(group) == 0
+        if self._is_first:
+            self._oracle = dense_gradients(*self.inputs, shape.mask)
+            self._plain = plain_gradients(*self.inputs, shape.mask)
+
+    def verdicts(self, impl: RingImpl) -> list[Verdict]:
+        """Return the verdicts on out and gradients of the last run, the same on every rank."""
+        results = impl.whole()
+        found: list[list[Verdict]] = [[]]
+        if self._is_first:
+            names = ("out", "dq", "dk", "dv")
+            found = [[self._verdict(*each) for each in zip(names, results, strict=False)]]
+        dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return found[0]
+
+    def _verdict(self, name: str, got: Tensor) -> Verdict:
+        return check(
+            name,
+            got=got,
+            oracle=getattr(self._oracle, name),
+            plain=getattr(self._plain, name),
+            terms=self._oracle.terms[name],
+        )
 
 
-def _timed(impls: Sequence[Impl], setting: RingSetting) -> dict[str, dict[str, list[Sample]]]:
-    """Return the samples of all repetitions, by implementation and mode."""
-    by_impl: dict[str, dict[str, list[Sample]]] = {impl.name: {} for impl in impls}
-    for repetition in range(WARMUP + setting.iters):
-        for impl in turned(impls, repetition):
-            samples = _sampled(impl, setting.mode)
-            if repetition >= WARMUP:
-                for mode, sample in samples.items():
-                    by_impl[impl.name].setdefault(mode, []).append(sample)
-    return by_impl
+def _like(layout: SequenceLayout, case: RingCase) -> SequenceLayout:
+    """Return a layout of the planner for a case, or one that looks like it for a shorter case."""
+    rows = case.shape.seqlen
+    if rows == layout.seqlen:
+        return layout
+    if layout.kind in LAYOUTS:
+        return SequenceLayout.from_name(layout.kind, rows, layout.world_size)
+    lengths = accumulate(layout.shard_lens, initial=0)
+    return SequenceLayout.boundaries([cut * rows // layout.seqlen for cut in lengths])
 
 
-def _sampled(impl: Impl, mode: str) -> dict[str, Sample]:
-    """Run one repetition; return its sample for each mode that `mode` contains."""
-    _mark(impl)
-    dist.barrier()
-    marks = [_mark(impl)]
-    for stage in [impl.forward, impl.backward][STAGES[mode]]:
-        stage()
-        marks.append(_mark(impl))
-    spans = [STAGES[name] for name in MODES[mode]]
-    figures = torch.stack([marks[span.stop] - marks[span.start] for span in spans])
-    figures = figures.to(rank_device())
-    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    return {
-        name: Sample(ms=1e3 * seconds, wait_ms=1e3 * wait_s, bytes_sent=int(nbytes))
-        for name, (seconds, wait_s, nbytes) in zip(MODES[mode], figures.tolist(), strict=True)
-    }
-
-
-def _mark(impl: Impl) -> Tensor:
-    """Return seconds, seconds of waits and bytes sent so far, when the device is done."""
+def _synchronize() -> None:
     if rank_device().type == "cuda":
         torch.cuda.synchronize()
-    figures = time.perf_counter(), impl.stats.wait_s, impl.stats.bytes_sent
-    return torch.tensor(figures, dtype=torch.float64)
 
 
-def _peak(impl: Impl, mode: str) -> int:
-    """Return the peak memory beyond the inputs, in bytes, on the rank where it is greatest."""
-    impl.release()
-    device = rank_device()
-    nbytes = torch.tensor([peak_bytes(partial(impl.run, mode), device)], device=device)
-    dist.all_reduce(nbytes, op=dist.ReduceOp.MAX)
-    return int(nbytes)
-
-
-def _verdicts(
-    impls: Sequence[Impl], setting: RingSetting, inputs: Inputs
-) -> dict[str, list[Verdict]]:
-    """Check out and gradients of one run of each implementation; every rank gets the verdicts.
-
-    torch's fused operator on rank 0 computes attention in float64 and in the dtype of the inputs.
-    It does not store the scores, so it works for the measured lengths.
-    """
-
-    def results(impl: Impl) -> list[Tensor]:
-        impl.run(setting.mode)
-        return impl.whole()
-
-    oracle = results(Dense(setting, [x.double() for x in inputs]))
-    plain = results(Dense(setting, inputs))
-    by_impl = {}
-    for impl in impls:
-        compared = zip(("out", "dq", "dk", "dv"), results(impl), oracle, plain, strict=False)
-        # Ranks other than 0 have no results, and get the verdicts of rank 0.
-        verdicts = [[check(name, *tensors) for name, *tensors in compared]]
-        dist.broadcast_object_list(verdicts, 0)
-        by_impl[impl.name] = verdicts[0]
-    return by_impl
-
-
-def _table(bench: Report[RingSetting, RingRow]) -> Table:
-    """Return the table of times, of the peak memory of a call beyond its inputs, and of traffic."""
-    each, rows = bench.setting, bench.rows
-    dense_ms = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
-    table = new_table(
-        f"{each.seqlen} rows on {each.world_size} ranks with {each.threads} threads, "
-        f"{each.heads}/{each.kv_heads} heads of {each.head_dim}, {dtype_name(each.dtype)}, "
-        f"{'causal' if each.causal else 'full'}, {each.layout}",
-        ("impl", "mode"),
-        ("ms", "p20", "p80", "x dense", "wait ms", "peak MB", "sent MB", "max error"),
-    )
-    for row in rows:
-        if row.median_ms is not None:
-            dense = dense_ms.get(row.mode)
-            table.add_row(
-                row.impl,
-                row.mode,
-                show(row.median_ms, ".1f"),
-                show(row.p20_ms, ".1f"),
-                show(row.p80_ms, ".1f"),
-                show(row.median_ms / dense if dense else None, ".3f"),
-                show(row.wait_ms, ".2f"),
-                show(_megabytes(row.peak_bytes), ".2f"),
-                show(_megabytes(row.bytes_sent), ".2f"),
-                show(row.max_error, ".1e"),
-            )
-    return table
-
-
-def _megabytes(nbytes: int | None) -> float | None:
-    return None if nbytes is None else 1e-6 * nbytes
+def _now() -> float:
+    _synchronize()
+    return time.perf_counter()

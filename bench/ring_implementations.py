@@ -1,9 +1,13 @@
-"""Implementations of attention over a split sequence, for `ring-attn bench ring`."""
+"""Attention over a split sequence: ours, dense attention, and what all implementations share.
+
+`bench.ring_peers` has the implementations of other packages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,105 +17,224 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_attn
-from ring_attn.bench.implementations import Differentiable
+from ring_attn.bench.implementations import Differentiable, Shape
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.strategy import Strategy
+from ring_attn.testing import Inputs
 from ring_attn.testing.launch import num_threads, rank_device
-from ring_attn.transport.base import TransportStats
-from ring_attn.transport.groups import check_group
-from ring_attn.transport.options import TransportOptions
-from ring_attn.transport.p2p import open_p2p
 
 Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class RingSetting:
-    """The problem, and the options of its measurement."""
+class RingCase:
+    """A problem that ranks share.
 
+    Attributes:
+        shape: the whole problem.
+        world_size: number of ranks.
+        layout: name of the layout of ours.
+        threads: CPU threads of each rank.
+        backward: whether a backward follows each forward.
+    """
+
+    shape: Shape
     world_size: int
-    seqlen: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    causal: bool
     layout: str
-    mode: str
     threads: int
-    iters: int
-    baselines: tuple[str, ...]
+    backward: bool
 
-    @property
-    def sequence(self) -> SequenceLayout:
-        return SequenceLayout.from_name(self.layout, self.seqlen, self.world_size)
+    def shortened(self, rows: int) -> RingCase:
+        """Return the case with about `rows` rows, which zigzag shards evenly, if it has more."""
+        chunks = 2 * self.world_size
+        rows = max(rows // chunks, 1) * chunks
+        return replace(self, shape=self.shape.shortened(self.shape.batch, rows))
 
 
-class Impl(Differentiable):
-    """An implementation on the ranks; `stats` counts the bytes that it sends."""
+class RingImpl(Differentiable):
+    """An implementation on the ranks of a group, under autograd."""
 
     name: str
+    # Whether tensors are (batch, heads, rows, dim); otherwise they are (batch, rows, heads, dim).
+    heads_first = False
 
-    def __init__(self, setting: RingSetting, inputs: Sequence[Tensor]) -> None:
-        self.setting = setting
-        self.stats = TransportStats()
-        self.sequence = setting.sequence
-        attend = self.attention()
-        shards = [self.shard(x).contiguous() for x in inputs]
-        super().__init__(attend, shards, backward=setting.mode != "fwd")
+    def __init__(
+        self, case: RingCase, group: dist.ProcessGroup, whole: Inputs | None = None
+    ) -> None:
+        """Set the package up, and take this rank's rows.
+
+        Args:
+            case: the problem.
+            group: the ranks.
+            whole: q, k, v and dout of the whole sequence, the same on every rank; None draws
+                this rank's rows only, which is enough for times.
+        """
+        self.case, self.group = case, group
+        self.rank = dist.get_rank(group)
+        self.layout = self.own_layout()
+        attend = self.set_up()
+        inputs = self._drawn() if whole is None else Inputs(*(self.take(x) for x in whole))
+        arranged = [self.arrange(x).contiguous() for x in inputs]
+        super().__init__(attend, arranged, backward=case.backward)
 
     @classmethod
-    def reason_against(cls, setting: RingSetting) -> str | None:
-        """Return the reason why the implementation cannot run the setting, or None."""
+    def reason_against(cls, case: RingCase) -> str | None:
+        """Return the reason why the implementation cannot run the case, or None."""
         return None
 
-    def attention(self) -> Attend:
-        """Set the package up, which may change `sequence`; return its function of q, k, v."""
+    @property
+    def label(self) -> str:
+        """How it shares the work, for the column of strategies."""
+        return "-"
+
+    def own_layout(self) -> SequenceLayout:
+        """Return the layout of this implementation."""
+        return self.named_layout(self.case.layout)
+
+    def named_layout(self, name: str) -> SequenceLayout:
+        return SequenceLayout.from_name(name, self.case.shape.seqlen, self.case.world_size)
+
+    def set_up(self) -> Attend:
+        """Set the package up; return its function of q, k and v."""
         raise NotImplementedError
 
-    def shard(self, x: Tensor) -> Tensor:
-        """Return this rank's rows of a whole tensor."""
-        return self.sequence.shard(x, dist.get_rank())
+    def num_rows(self) -> int:
+        """Return the number of this rank's rows."""
+        return self.layout.shard_len(self.rank)
 
-    def run(self, mode: str) -> None:
-        """Run a forward, and its backward unless `mode` is "fwd"."""
+    def take(self, x: Tensor) -> Tensor:
+        """Return this rank's rows of a whole tensor (batch, rows, heads, dim)."""
+        return self.layout.shard(x, self.rank)
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Return rows (batch, rows, heads, dim) as the package takes them."""
+        return x.transpose(1, 2) if self.heads_first else x
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return a result of the package as (batch, rows, heads, dim)."""
+        return x.transpose(1, 2) if self.heads_first else x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the whole of a result (batch, rows, heads, dim) on every rank."""
+        return ring_attn.unshard(x.contiguous(), self.layout, group=self.group)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Hold what a call needs around it, such as a patch; entering it is not timed."""
+        yield
+
+    def run(self) -> None:
+        """Run a forward, and its backward if there is one."""
         self.forward()
-        if mode != "fwd":
+        if self.case.backward:
             self.backward()
 
     def whole(self) -> list[Tensor]:
-        """Return out, dq, dk, dv of the whole sequence on rank 0; nothing on other ranks."""
-        parts = [ring_attn.unshard(x, self.sequence) for x in self.results()]
-        return parts if dist.get_rank() == 0 else []
+        """Return out, dq, dk and dv of the whole sequence, on rank 0 at least."""
+        return [self.gather(self.restore(x)) for x in self.results()]
+
+    def _drawn(self) -> Inputs:
+        """Draw this rank's rows of q, k, v and dout on its device."""
+        shape, device = self.case.shape, rank_device()
+        generator = torch.Generator(device).manual_seed(self.rank)
+        rows = self.num_rows()
+
+        def draw(heads: int, dim: int) -> Tensor:
+            size = (shape.batch, rows, heads, dim)
+            return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
+
+        return Inputs(
+            q=draw(shape.heads, shape.head_dim),
+            k=draw(shape.kv_heads, shape.head_dim),
+            v=draw(shape.kv_heads, shape.dim_v),
+            dout=draw(shape.heads, shape.dim_v),
+        )
 
 
-class Ours(Impl):
-    """`ring_attention` under autograd."""
+class Ours(RingImpl):
+    """`ring_attention` with a strategy.
+
+    `layout`: a layout by value, such as the planner's; None is the case's.
+    """
 
     name = "ours"
 
-    def attention(self) -> Attend:
-        self.stats = open_p2p(check_group(None), TransportOptions()).stats
-        causal = self.setting.causal
-        layout = self.sequence
-        return partial(ring_attn.ring_attention, causal=causal, layout=layout)
+    def __init__(
+        self,
+        case: RingCase,
+        group: dist.ProcessGroup,
+        whole: Inputs | None = None,
+        *,
+        strategy: str | Strategy = "ring",
+        layout_of: Callable[[RingCase], SequenceLayout] | None = None,
+        shown: str | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._layout_of = layout_of
+        self._shown = shown
+        super().__init__(case, group, whole)
+
+    @property
+    def label(self) -> str:
+        if self._shown is not None:
+            return self._shown
+        if isinstance(self._strategy, str):
+            return self._strategy
+        return self._strategy.full_name(self.case.world_size)
+
+    def own_layout(self) -> SequenceLayout:
+        if self._layout_of is not None:
+            return self._layout_of(self.case)
+        return super().own_layout()
+
+    def set_up(self) -> Attend:
+        shape = self.case.shape
+        masked: dict[str, Any] = {"causal": shape.choice.causal}
+        if shape.choice.kind == "window":
+            masked["window_size"] = (shape.choice.size, 0)
+        elif shape.choice.kind not in ("causal", "full"):
+            masked = {"mask": shape.mask}  # made once
+        return partial(
+            ring_attn.ring_attention,
+            **masked,
+            layout=self.layout,
+            strategy=self._strategy,
+            group=self.group,
+        )
 
 
-class Dense(Impl):
-    """Dense attention in one process with all threads; the other ranks wait in a barrier."""
+class Dense(RingImpl):
+    """torch's attention of the whole sequence on rank 0; the other ranks wait in a barrier.
+
+    On CPUs it has the threads of all ranks.
+    """
 
     name = "dense"
+    heads_first = True
 
-    def attention(self) -> Attend:
-        self._is_first = dist.get_rank() == 0
-        self._threads = self.setting.threads * self.setting.world_size
-        grouped = self.setting.kv_heads != self.setting.heads
+    @classmethod
+    def reason_against(cls, case: RingCase) -> str | None:
+        kind = case.shape.choice.kind
+        if kind not in ("causal", "full"):
+            return f"scaled_dot_product_attention has no mask {kind!r} without storing it"
+        return None
+
+    def set_up(self) -> Attend:
+        self._is_first = self.rank == 0
+        self._threads = self.case.threads * self.case.world_size
+        shape = self.case.shape
         attend: Attend = partial(
-            F.scaled_dot_product_attention, is_causal=self.setting.causal, enable_gqa=grouped
+            F.scaled_dot_product_attention,
+            is_causal=shape.choice.causal,
+            enable_gqa=shape.kv_heads != shape.heads,
         )
         return attend
 
-    def shard(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
+    def num_rows(self) -> int:
+        return self.case.shape.seqlen if self._is_first else 0
+
+    def take(self, x: Tensor) -> Tensor:
+        return x[:, : self.num_rows()]
 
     def forward(self) -> None:
         self._alone(super().forward)
@@ -125,73 +248,4 @@ class Dense(Impl):
                 stage()
 
     def whole(self) -> list[Tensor]:
-        return [x.transpose(1, 2) for x in self.results()] if self._is_first else []
-
-
-class TorchTemplate(Impl):
-    """torch's private ring over its flash operators, with the arguments of context_parallel.
-
-    `Any`: private functions and operators of torch have no types.
-    """
-
-    name = "torch-template"
-
-    @classmethod
-    def reason_against(cls, setting: RingSetting) -> str | None:
-        """Return the reason why torch's ring cannot run the setting, according to its source."""
-        if rank_device().type != "cpu":
-            return "is measured only on CPUs"
-        if setting.layout not in ("contiguous", "zigzag"):
-            return f"has no {setting.layout} order"
-        if setting.layout == "zigzag" and not setting.causal:
-            return "supports zigzag only for causal attention"
-        if setting.seqlen % (2 * setting.world_size):
-            return "needs a length that is a multiple of 2 x ranks"
-        return None
-
-    def attention(self) -> Attend:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as private
-
-        self._private: Any = private
-        self._group = check_group(None)
-        private._cp_options.enable_load_balance = self.setting.layout == "zigzag"
-        aten = torch.ops.aten
-        self._operator: Any = aten._scaled_dot_product_flash_attention_for_cpu
-        self._backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        self._options: dict[str, bool | float | None] = {
-            "is_causal": self.setting.causal,
-            "dropout_p": 0.0,
-            "scale": None,
-        }
-        self._saved: tuple[Tensor, ...] = ()
-        return self._operator
-
-    def shard(self, x: Tensor) -> Tensor:
-        return super().shard(x).transpose(1, 2)
-
-    def forward(self) -> None:
-        with torch.no_grad():
-            self._saved = self._private._templated_ring_attention(
-                self._group, 2, self._operator, *self._leaves, **self._options
-            )
-        self.out = self._saved[0].transpose(1, 2)
-
-    def backward(self) -> None:
-        out, lse = self._saved
-        with torch.no_grad():
-            grads = self._private._templated_ring_attention_backward(
-                self._group,
-                2,  # the sequence dim
-                self._backward,
-                self._dout,
-                "grad_out",
-                *self._leaves,
-                out,
-                lse,
-                **self._options,
-            )
-        self.grads = [x.transpose(1, 2) for x in grads[:3]]
-
-    def release(self) -> None:
-        super().release()
-        self._saved = ()
+        return [self.restore(x) for x in self.results()] if self._is_first else []

@@ -56,8 +56,11 @@ WRONG = {
     "verify": "--backend magic",
     "audit": "nothing.py:step",
     "plan": "--seqlen 1M --world-size 8 --cluster nothing",
-    "bench ring": "--world-size 2 --baseline magic",
+    "bench ring": "--world-size 2 --peer magic",
     "bench kernel": "--heads 8/3",
+    "bench decode": "--mla --heads 8",
+    "bench comm": "--world-size 1",
+    "bench": "--seqlen 8k",
     "calibrate": "--device tpu",
     "tune": "--device tpu",
 }

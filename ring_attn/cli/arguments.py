@@ -8,7 +8,9 @@ The `parse_*` functions raise argparse.ArgumentTypeError, and argparse shows its
 from __future__ import annotations
 
 import argparse
+import csv
 import inspect
+import io
 import json
 import math
 import os
@@ -20,6 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -38,19 +42,39 @@ TABLE_WIDTH, TEXT_WIDTH = 180, 80
 
 MAX_SIZE = 1 << 50
 
-SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+SIZE = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,9})?)(?P<suffix>[kmgt]?)(i?b)?")
 
 
 def parse_size(text: str) -> int:
-    """Parse a positive number of rows, bytes or others: "113", "8k" (8192), "1M" (1048576)."""
-    match = re.fullmatch(r"([0-9]{1,18})([kmg]?)", text.strip().lower())
-    size = int(match[1]) * SUFFIXES[match[2]] if match else 0
-    if not 1 <= size <= MAX_SIZE:
+    """Parse a positive number of rows, bytes or others.
+
+    Suffixes are powers of 1024, and a B after them means the same: "113", "1.5k" (1536), "1M"
+    (1048576), "80GB" (80 x 1024^3).
+    """
+    match = SIZE.fullmatch(text.strip().lower())
+    size = Fraction(match["number"]) * SUFFIXES[match["suffix"]] if match else Fraction(0)
+    if size.denominator != 1 or not 1 <= size <= MAX_SIZE:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: pass a positive number such as 113, 8k (8192) or "
-            f"1M (1048576), up to {format_size(MAX_SIZE)}"
+            f"{shortened(text)} is not a size: pass a positive whole number such as 113, "
+            f"1.5k (1536), 8k (8192), 1M (1048576) or 80GB, up to {format_size(MAX_SIZE)}"
         )
-    return size
+    return int(size)
+
+
+def parse_ranks(text: str) -> int:
+    """Parse a number of ranks: "4"."""
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or not int(text):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)} is not a number of ranks: pass 1 or more, such as 2"
+        )
+    return int(text)
+
+
+def parse_rank_counts(text: str) -> tuple[int, ...]:
+    """Parse comma-separated numbers of ranks: "2,4,8"."""
+    return tuple(dict.fromkeys(parse_ranks(part) for part in text.split(",")))
 
 
 def shortened(text: str) -> str:
@@ -63,12 +87,44 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(parse_size(part) for part in text.split(","))
 
 
-def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+def parse_percent(text: str) -> float:
+    """Parse a percentage above 0: "10" or "2.5"."""
+    value = float(text) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text.strip()) else 0.0
+    if not value:
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)} is not a percentage: pass a number above 0, such as 10"
+        )
+    return value
+
+
+def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
+    """Parse query and kv heads: "32/8,16" is ((32, 8), (16, 16))."""
+    pairs = []
+    for part in text.split(","):
+        q, _, kv = part.partition("/")
+        heads, kv_heads = parse_size(q), parse_size(kv or q)
+        if heads % kv_heads:
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: the number of query heads must be a multiple of the kv heads"
+            )
+        pairs.append((heads, kv_heads))
+    return tuple(pairs)
+
+
+def parse_head_dims(text: str) -> tuple[tuple[int, int], ...]:
+    """Parse head dims of q and k, and of v: "128,192/128" is ((128, 128), (192, 128))."""
+    pairs = (part.partition("/") for part in text.split(","))
+    return tuple((parse_size(qk), parse_size(v or qk)) for qk, _, v in pairs)
+
+
+def names_of(
+    known: Iterable[str], *, may_be_empty: bool = True
+) -> Callable[[str], tuple[str, ...]]:
     """Return a parser of comma-separated names, each of which must be in `known`."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(name for name in text.split(",") if name))
-        if not {*names} <= {*known}:
+        if not {*names} <= {*known} or not (names or may_be_empty):
             raise argparse.ArgumentTypeError(f"must be some of {', '.join(known)}, got {text!r}")
         return names
 
@@ -94,14 +150,54 @@ def narrow(paragraph: str) -> str:
     return textwrap.fill(paragraph, TEXT_WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
+@dataclass
+class Progress:
+    """What a command is doing, and how much of it is left, for `signs_of_life`.
+
+    Attributes:
+        stage: what runs now; empty if the command does not say it.
+        done, total: work done before this stage, and all work, in any unit.
+        start: when the work began, in seconds of `time.monotonic`.
+        by_rank: whether rank 0, which is another process, writes the lines instead.
+    """
+
+    stage: str = ""
+    done: float = 0.0
+    total: float = 0.0
+    start: float = 0.0
+    by_rank: bool = False
+
+    def begin(self, stage: str, *, done: float, total: float) -> None:
+        """Begin a stage, before which `done` of `total` is done."""
+        if not self.stage or done < self.done:
+            self.start = time.monotonic()
+        self.stage, self.done, self.total = stage, done, total
+
+    def words(self) -> str:
+        """Return the stage and the time that is left, if some work is done."""
+        if not self.stage:
+            return ""
+        share = self.done / self.total if self.total else 0.0
+        if share <= 0.0:
+            return f", {self.stage}: 0 % done"
+        left = (time.monotonic() - self.start) * (1.0 - share) / share
+        return f", {self.stage}: {share:.0%} done, about {left:.0f} s left".replace("%", " %")
+
+
+# Of the command that runs in this process.
+progress = Progress()
+
+
 @contextmanager
 def signs_of_life(name: str) -> Iterator[None]:
-    """Write to stderr every `LINE_S` seconds for how long a command has been running."""
+    """Write to stderr every `LINE_S` seconds for how long a command has been running, and where."""
     ended, start = threading.Event(), time.monotonic()
 
     def report() -> None:
         while not ended.wait(LINE_S):
-            print(f"{name}: running for {time.monotonic() - start:.0f} s", file=sys.stderr)
+            if not progress.by_rank:
+                seconds = time.monotonic() - start
+                print(f"{name}: running for {seconds:.0f} s{progress.words()}", file=sys.stderr)
 
     if is_first_rank():
         threading.Thread(target=report, daemon=True).start()
@@ -109,6 +205,7 @@ def signs_of_life(name: str) -> Iterator[None]:
         yield
     finally:
         ended.set()
+        vars(progress).update(vars(Progress()))
 
 
 def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
@@ -203,7 +300,7 @@ def with_options(make: Callable[..., T], args: argparse.Namespace, **others: obj
 def command_line() -> str:
     """Return the command as typed, without the files to write, which change no measurements."""
     program, *words = sys.argv
-    for option in ("--json", "--plot"):
+    for option in ("--json", "--csv", "--plot", "--compare", "--threshold"):
         if option in words:
             at = words.index(option)
             del words[at : at + 2]
@@ -222,15 +319,35 @@ def write_json(path: Path | None, payload: Mapping[str, object]) -> None:
     """Write a report on the first rank, unless the path is None; its folder must exist.
 
     Infinities and NaN become null, because JSON has neither, and dtypes become text. Each entry,
-    and each item of a list, is on its own line, so that diffs show rows. The file is complete at
-    any time, even if the process is killed.
+    and each item of a list, is on its own line, so that diffs show rows.
     """
-    if path is None or not is_first_rank():
-        return
     entries = [
         f"  {json.dumps(str(name))}: {_lines(_finite(value))}" for name, value in payload.items()
     ]
-    text = "{\n" + ",\n".join(entries) + "\n}\n"
+    write_text(path, "{\n" + ",\n".join(entries) + "\n}\n")
+
+
+def write_csv(path: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows with the same names as CSV on the first rank, unless the path is None.
+
+    The first line has the names. None is an empty cell.
+    """
+    if not rows:
+        return
+    text = io.StringIO()
+    table = csv.DictWriter(text, [*rows[0]], lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def write_text(path: Path | None, text: str) -> None:
+    """Write a file on the first rank, unless the path is None.
+
+    The file is complete at any time, even if the process is killed.
+    """
+    if path is None or not is_first_rank():
+        return
     if path.exists() and not path.is_file():  # such as /dev/stdout
         path.write_text(text, encoding="utf-8")
         return

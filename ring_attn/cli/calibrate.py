@@ -343,29 +343,8 @@ class _Bench:
     def exchange(
         self, op: str, part: int, meanwhile: Callable[[], object] | None = None
     ) -> Callable[[], None]:
-        """Return a call that posts an exchange, runs `meanwhile`, and waits for the exchange.
-
-        `part` is the number of bytes for each rank.
-        """
-        ranks, transport = self.world_size, self.transport
-        part += transport.pool(self.device).header if op == "shift" else 0
-        whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
-        send = whole[:part] if op in ("shift", "all_gather") else whole
-        size = part if op in ("shift", "reduce_scatter") else ranks * part
-        route: Hop | Collective = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)
-        if op != "shift":
-            # A reduce-scatter adds, so it needs numbers.
-            dtype, counts = torch.float32, (part,) * ranks
-            route = Collective(op, dtype, counts, counts)  # type: ignore[arg-type]
-
-        def post_and_wait() -> None:
-            received = torch.empty(size, dtype=torch.uint8, device=self.device)
-            transport.post("shards", 0, route, send, received)
-            if meanwhile is not None:
-                meanwhile()
-            transport.wait("shards")
-
-        return post_and_wait
+        """Return a call that posts an exchange, runs `meanwhile`, and waits for the exchange."""
+        return exchange_call(self.transport, self.device, op, part, meanwhile)
 
     def memory_bandwidth(self) -> float:
         """Return the bytes/s, read and written, of a copy of half the heads of some rows."""
@@ -387,6 +366,43 @@ class _Bench:
         transfer = self.seconds(self.exchange("shift", size))
         lost = self.seconds(self.exchange("shift", size, compute)) - alone
         return min(max(lost / transfer, 0.0), 0.9)
+
+
+def exchange_call(
+    transport: P2PTransport,
+    device: torch.device,
+    op: str,
+    part: int,
+    meanwhile: Callable[[], object] | None = None,
+) -> Callable[[], None]:
+    """Return a call that posts an exchange, runs `meanwhile`, and waits for the exchange.
+
+    Args:
+        transport: the transport, in a call that all ranks make.
+        device: the device of the messages.
+        op: "shift" to the next rank, or one of `COLLECTIVES`.
+        part: number of bytes for each rank.
+        meanwhile: a function that runs while the exchange is under way.
+    """
+    rank, ranks = transport.rank, transport.world_size
+    part += transport.pool(device).header if op == "shift" else 0
+    whole = torch.zeros(ranks * part, dtype=torch.uint8, device=device)
+    send = whole[:part] if op in ("shift", "all_gather") else whole
+    size = part if op in ("shift", "reduce_scatter") else ranks * part
+    route: Hop | Collective = Hop((rank + 1) % ranks, (rank - 1) % ranks)
+    if op != "shift":
+        # A reduce-scatter adds, so it needs numbers.
+        dtype, counts = torch.float32, (part,) * ranks
+        route = Collective(op, dtype, counts, counts)  # type: ignore[arg-type]
+
+    def post_and_wait() -> None:
+        received = torch.empty(size, dtype=torch.uint8, device=device)
+        transport.post("shards", 0, route, send, received)
+        if meanwhile is not None:
+            meanwhile()
+        transport.wait("shards")
+
+    return post_and_wait
 
 
 def _fits(cluster: Cluster, samples: Samples) -> Iterator[str]:

@@ -72,10 +72,14 @@ class Command(NamedTuple):
         return parser
 
 
-def _ours(name: str, module: str, help: str) -> Command:
-    """Return a command whose options are in `cli.options`."""
-    options = f"ring_attn.cli.options:{name.replace(' ', '_')}"
-    return Command(name, options, f"ring_attn.{module}", help)
+def _ours(name: str, module: str, help: str, options: str = "options") -> Command:
+    """Return a command whose options are in a module of `cli`."""
+    function = f"ring_attn.cli.{options}:{name.replace(' ', '_')}"
+    return Command(name, function, f"ring_attn.{module}", help)
+
+
+def _bench(name: str, module: str, help: str) -> Command:
+    return _ours(name, module, help, "bench_options")
 
 
 COMMANDS = (
@@ -84,8 +88,11 @@ COMMANDS = (
     _ours("verify", "cli.verify", "check every result against dense attention in float64"),
     _ours("audit", "cli.audit", "find mistakes of a training step on several ranks"),
     _ours("plan", "cli.plan", "predict the best strategy and the costs of each step"),
-    _ours("bench ring", "bench.ring", "time and memory of ring attention"),
-    _ours("bench kernel", "bench.kernel", "TFLOP/s of attention on one device"),
+    _bench("bench ring", "bench.ring", "strategies and other packages on several ranks"),
+    _bench("bench kernel", "bench.kernel", "TFLOP/s and GB/s of attention on one device"),
+    _bench("bench decode", "bench.decode", "GB/s of decoding over a KV cache"),
+    _bench("bench comm", "bench.comm", "GB/s of hops and collectives between ranks"),
+    _bench("bench", "bench.overview", "one screen of figures of this machine, in a minute"),
     _ours("calibrate", "cli.calibrate", "measure this machine for the simulator"),
     _ours("tune", "cli.tune", "find the fastest configs of the kernels on a GPU"),
 )
@@ -100,7 +107,7 @@ def main(
     """Run one subcommand; return 0, 1 if a check failed, or 2 if it cannot run with its options."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((each for each in commands if each.words == words[: len(each.words)]), None)
-    if command is None:
+    if command is None or _is_unknown(words, command, commands):
         _without_command(words, prog, commands)
     try:
         return _run(prog, command, words[len(command.words) :])
@@ -147,6 +154,13 @@ def load() -> None:
     if not hasattr(package, "__all__"):
         assert package.__spec__ is not None and package.__spec__.loader is not None
         package.__spec__.loader.exec_module(package)
+
+
+def _is_unknown(words: list[str], command: Command, commands: Sequence[Command]) -> bool:
+    """Return whether a command that begins others, such as "bench", has an unknown second word."""
+    num = len(command.words)
+    begins_others = any(each.words[:num] == command.words != each.words for each in commands)
+    return begins_others and any(not word.startswith("-") for word in words[num : num + 1])
 
 
 def _without_command(words: list[str], prog: str, commands: Sequence[Command]) -> NoReturn:

@@ -9,9 +9,9 @@ from ring_attn.cli.arguments import (
     add_common,
     add_plot,
     add_switch,
-    format_size,
     names_of,
     parse_dtype,
+    parse_heads,
     parse_size,
     parse_sizes,
 )
@@ -28,17 +28,6 @@ VERIFIED_WORLD_SIZE = 4
 
 # Default sizes of `plan`: a layer of Llama 3 8B.
 HEADS, HEADDIM = 32, 128
-
-# Length and repetitions of `bench ring`.
-SEQLEN, RING_ITERS = 8192, 9
-BASELINES = ("dense", "torch-template")
-
-# Sizes of `bench kernel` on a GPU.
-KERNEL_SEQLENS, KERNEL_ITERS = tuple(1024 << n for n in range(8)), 15
-KERNEL_HEADS = ((32, 8), (64, 8))
-
-# The figures of each mode of a benchmark.
-MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 
 # The kernels that `tune` times.
 KERNELS = ("fwd", "dkdv", "dq")
@@ -398,89 +387,6 @@ def parse_window(text: str) -> tuple[int, int]:
     return left, right
 
 
-def bench_ring(parser: argparse.ArgumentParser) -> None:
-    """Measure time, waits, bytes and memory of a ring, and of dense attention and torch's ring.
-
-    All implementations alternate within every repetition, so that drift of the machine affects them
-    in the same way. A time is the time of the slowest rank; medians, p20 and p80 are over the
-    repetitions. `wait_ms` is the host's time in waits for transfers, `peak_bytes` the maximum of
-    the bytes that a call allocates, without its inputs, and `max_error` the largest difference of
-    out, dq, dk, dv from attention in float64.
-
-        ours             ring_attn.ring_attention on the ranks
-        dense            torch's attention, in one process with the ranks' threads
-        torch-template   torch's private ring and its backward, for ranks on CPUs
-    """
-    add = parser.add_argument
-    add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
-    add("--seqlen", type=parse_size, help=f"global length (default: {SEQLEN})")
-    add("--heads", type=parse_size, default=8, help="heads of q (default: 8)")
-    add("--kv-heads", type=parse_size, help="heads of k and v (default: as many as --heads)")
-    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
-    add(
-        "--dtype",
-        type=parse_dtype,
-        default="float32",
-        help="dtype of q, k and v (default: float32)",
-    )
-    add_switch(parser, "--causal", "queries see no later keys")
-    add(
-        "--layout",
-        choices=LAYOUTS,
-        default="zigzag",
-        help="layout of the sequence (default: zigzag)",
-    )
-    add(
-        "--mode",
-        choices=MODES,
-        default="fwd_bwd",
-        help="only the forward, or also the backward (default: fwd_bwd)",
-    )
-    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
-    add(
-        "--device",
-        choices=DEVICES,
-        help="where to run (default: cuda if every rank can have a GPU)",
-    )
-    add("--iters", type=parse_size, help=f"timed repetitions (default: {RING_ITERS})")
-    add(
-        "--baseline",
-        type=names_of(BASELINES),
-        default=",".join(BASELINES),
-        help=f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none",
-    )
-    add_plot(parser, "the times")
-    add_common(parser)
-
-
-def bench_kernel(parser: argparse.ArgumentParser) -> None:
-    """Measure the time of our attention kernels on one device, and of torch's kernels.
-
-    Both implementations alternate within every repetition, so that clock drift affects them in the
-    same way. Each is checked against float64 before the timing, on at most 1024 rows. As in
-    FlashAttention's papers, the batch is 16k / length, at least 1. Times are measured on the
-    device, between events, with a cold L2 and the host ahead; medians, p20 and p80 are over the
-    repetitions. A forward saves tensors for its backward. FLOPs are 4 x visible pairs x head_dim
-    per head forward, and 2.5 times as many backward.
-
-        ours           triton (on a CPU auto), deterministic, as a ring of one rank
-        torch-flash    scaled_dot_product_attention with FlashAttention 2
-
-    The exit status is 1 if one of our results is wrong, or one of our calls failed.
-    """
-    add = parser.add_argument
-    lengths = ",".join(format_size(length) for length in KERNEL_SEQLENS)
-    add(
-        "--seqlen",
-        dest="seqlens",
-        type=parse_sizes,
-        help=f"lengths, such as 1k,8k (default: {lengths})",
-    )
-    add("--iters", type=parse_size, help=f"maximum repetitions of a cell (default: {KERNEL_ITERS})")
-    add_plot(parser, "TFLOP/s by length")
-    add_device_arguments(parser, ",".join(f"{q}/{kv}" for q, kv in KERNEL_HEADS))
-
-
 def calibrate(parser: argparse.ArgumentParser) -> None:
     """Measure this machine for the simulator: attention, copies and messages, on all ranks at once.
 
@@ -535,7 +441,7 @@ def tune(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -> None:
-    """Add the options of every benchmark on one device; `heads` is the default on a GPU."""
+    """Add the options of a search on one device; `heads` is the default on a GPU."""
     add = parser.add_argument
     add(
         "--heads",
@@ -561,17 +467,3 @@ def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -
     )
     add("--device", choices=DEVICES, help="where to run (default: cuda if there is a GPU)")
     add_common(parser)
-
-
-def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
-    """Parse query and kv heads: "32/8,16" is ((32, 8), (16, 16))."""
-    pairs = []
-    for part in text.split(","):
-        q, _, kv = part.partition("/")
-        heads, kv_heads = parse_size(q), parse_size(kv or q)
-        if heads % kv_heads:
-            raise argparse.ArgumentTypeError(
-                f"{part!r}: the number of query heads must be a multiple of the kv heads"
-            )
-        pairs.append((heads, kv_heads))
-    return tuple(pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ring_attn.planning.choice import format_seconds
 from ring_attn.plots.style import (
@@ -26,9 +26,52 @@ NAMES = {"ours": "ring_attn", "dense": "dense", "torch-template": "torch templat
 
 MODES = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward"}
 
+# Sizes along the axis of lines, and their names, the first that has several values.
+SIZES = {
+    "nbytes": "bytes of a message",
+    "seqlen": "length of the sequence",
+    "batch": "sequences",
+    "world_size": "ranks",
+}
+
+# Rates, the first that all rows have, and their units; "rate" is of older reports.
+RATES = {"tflops": "TFLOP/s", "rate": "TFLOP/s", "gbps": "GB/s"}
+
+# Entries that tell rows of one implementation apart, beside its mode and size.
+CASES = (
+    "strategy",
+    "heads",
+    "head_dim",
+    "head_dim_v",
+    "mask",
+    "causal",
+    "layout",
+    "pages",
+    "queries",
+    "dtype",
+    *SIZES,
+)
+
+# Lines of an implementation are told apart by their style, and beyond that by their markers.
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "x")
+
+# The most bars of a picture: of more rows the first ones are drawn.
+MAX_BARS = 60
+
+
+class Line(NamedTuple):
+    """What a line shows: a mode, an implementation, and what tells it apart from others."""
+
+    mode: str
+    name: str
+    case: str
+
 
 def bench(report: Json, *, theme: str = "light") -> Figure:
-    """Draw the results of `ring-attn bench`: times of implementations, or TFLOP/s by length.
+    """Draw the results of `ring-attn bench`: times of implementations, or rates by size.
+
+    Rates are drawn if the rows have several lengths, messages, batches or numbers of ranks.
 
     Args:
         report: the content of a file of `--json`, or of a file in `bench/results`.
@@ -48,12 +91,13 @@ def bench(report: Json, *, theme: str = "light") -> Figure:
     if not rows:
         raise ValueError(
             "the report has no rows with impl, mode and median_ms: pass the content of a file that "
-            "`ring-attn bench ring --json` or `ring-attn bench kernel --json` wrote"
+            "`ring-attn bench ring --json` or another benchmark wrote"
         )
-    lengths = {row.get("seqlen") for row in rows}
-    if len(lengths) > 1 and all(row.get("rate") for row in rows):
-        return _rates(rows, theme)
-    return _times(rows, theme)
+    size = next((name for name in SIZES if _has_several(rows, name)), None)
+    rate = next((name for name in RATES if all(row.get(name) for row in rows)), None)
+    if size is not None and rate is not None:
+        return _rates(rows, size, rate, theme)
+    return _times(rows[:MAX_BARS], theme)
 
 
 def measured(report: Json) -> list[Json]:
@@ -66,10 +110,23 @@ def measured(report: Json) -> list[Json]:
     ]
 
 
+def _has_several(rows: Sequence[Json], name: str) -> bool:
+    """Return whether an entry has several values; "-" stands for none."""
+    return len({str(row[name]) for row in rows if row.get(name) not in (None, "-")}) > 1
+
+
+def _modes(rows: Sequence[Json]) -> dict[str, str]:
+    """Return the titles of the modes of the rows; operations are their own titles."""
+    found = [*MODES, *dict.fromkeys(row["mode"] for row in rows)]
+    present = {row["mode"] for row in rows}
+    return {mode: MODES.get(mode, mode) for mode in dict.fromkeys(found) if mode in present}
+
+
 def _times(rows: Sequence[Json], theme: str) -> Figure:
     """Draw a bar for each implementation in each mode, with the spread of the repetitions."""
-    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
+    modes = _modes(rows)
     by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in modes}
+    differing = [name for name in CASES if _has_several(rows, name)]
     with settings(theme) as colours:
         counts = [len(of_mode) for of_mode in by_mode.values()]
         figure = new_figure(0.5 + 0.35 * len(counts) + 0.36 * sum(counts))
@@ -95,22 +152,21 @@ def _times(rows: Sequence[Json], theme: str) -> Figure:
                 right = row.get("p80_ms") or row["median_ms"]
                 text = format_seconds(1e-3 * row["median_ms"])
                 axes.annotate(text, (right, place), (5, 0), textcoords="offset points", va="center")
-            axes.set_yticks(range(len(of_mode)), _labels(of_mode))
+            labels = [_label(row, differing) for row in of_mode]
+            axes.set_yticks(range(len(of_mode)), labels)
             axes.set(xlim=(0, 1.25 * most), ylim=(len(of_mode) - 0.4, -0.6))
             axes.tick_params(axis="y", length=0, labelcolor=colours.text)
             axes.tick_params(axis="x", length=3)
             axes.spines["left"].set_visible(False)
-            axes.set_title(MODES[mode], loc="left", color=colours.muted, size=SMALL)
+            axes.set_title(modes[mode], loc="left", color=colours.muted, size=SMALL)
         figure.supxlabel("ms: the median, and 20 % to 80 % of the repetitions", size=SMALL)
     return figure
 
 
-def _labels(rows: Sequence[Json]) -> list[str]:
-    """Return the names of rows, with what was measured where a name has several rows."""
-    names = [_name(row) for row in rows]
-    if len({*names}) == len(names):
-        return names
-    return [f"{name}, {_case(row)}" for name, row in zip(names, rows, strict=True)]
+def _label(row: Json, differing: Sequence[str]) -> str:
+    """Return the name of a row, with what tells it apart."""
+    name, case = _name(row), _case(row, differing)
+    return f"{name}, {case}" if case else name
 
 
 def _name(row: Json) -> str:
@@ -119,46 +175,87 @@ def _name(row: Json) -> str:
     return NAMES.get(implementation, implementation)
 
 
-def _case(row: Json) -> str:
-    """Return heads, head dim and mask of a row of `bench kernel`."""
-    heads = f"{row.get('heads')}/{row.get('kv_heads')} x {row.get('head_dim')}"
-    return f"{heads}, {'causal' if row.get('causal') else 'full'}"
+def _case(row: Json, differing: Sequence[str]) -> str:
+    """Return the values of entries in which rows differ: "ring, 8/2 x 64, causal, 4k"."""
+    words = []
+    if {"heads", "head_dim", "head_dim_v"} & {*differing}:
+        words.append(_heads(row))
+    for name in differing:
+        value = row.get(name)
+        if name == "causal":
+            words.append("causal" if value else "full")
+        elif name == "world_size":
+            words.append("1 rank" if value == 1 else f"{value} ranks")
+        elif name == "pages":
+            words.append(f"pages of {value}" if value else "no pages")
+        elif isinstance(value, int):
+            if name not in ("heads", "head_dim", "head_dim_v"):
+                words.append(_short(value))
+        elif value not in (None, "-"):
+            words.append(str(value))
+    return ", ".join(words)
 
 
-def _rates(rows: Sequence[Json], theme: str) -> Figure:
-    """Draw TFLOP/s by length, a line for each implementation, heads and mask."""
-    lines: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+def _heads(row: Json) -> str:
+    """Return heads, kv heads and head dims of a row: "32/8 x 128"."""
+    dims = str(row.get("head_dim"))
+    if row.get("head_dim_v", row.get("head_dim")) != row.get("head_dim"):
+        dims = f"{dims}/{row['head_dim_v']}"
+    return f"{row.get('heads')}/{row.get('kv_heads')} x {dims}"
+
+
+def _short(size: int) -> str:
+    """Return a size with a suffix: 8192 -> "8k"."""
+    for suffix, shift in (("G", 30), ("M", 20), ("k", 10)):
+        if size >= 1 << shift and size % (1 << shift) == 0:
+            return f"{size >> shift}{suffix}"
+    return str(size)
+
+
+def _rates(rows: Sequence[Json], size: str, rate: str, theme: str) -> Figure:
+    """Draw a rate by size, a line for each implementation and case."""
+    differing = [name for name in CASES if name != size and _has_several(rows, name)]
+    is_known = "heads" in rows[0] and not {"heads", "head_dim", "head_dim_v"} & {*differing}
+    heads = _heads(rows[0]) if is_known else ""
+    lines: dict[Line, list[tuple[int, float]]] = {}
     for row in rows:
         name = _name(row)
-        lines.setdefault((row["mode"], name, _case(row)), []).append((row["seqlen"], row["rate"]))
-    modes = [mode for mode in MODES if any(key[0] == mode for key in lines)]
-    names = list(dict.fromkeys(name for _, name, _ in lines))
-    cases = list(dict.fromkeys(case for _, _, case in lines))
-    styles = ("-", "--", ":", "-.")
+        line = Line(row["mode"], name, _case(row, differing))
+        lines.setdefault(line, []).append((row[size], row[rate]))
+    modes = _modes(rows)
+    names = list(dict.fromkeys(line.name for line in lines))
+    # The cases of each implementation, and of all if there is only one.
+    cases = {
+        name: list(dict.fromkeys(line.case for line in lines if line.name == name))
+        for name in names
+    }
+    unit = RATES[rate]
     with settings(theme) as colours:
-        figure = new_figure(0.4 + 2.3 * len(modes) + 0.22 * len(names) * len(cases))
+        labels = {f"{line.name}, {line.case}" if line.case else line.name for line in lines}
+        figure = new_figure(0.4 + 2.3 * len(modes) + 0.22 * len(labels))
         parts = figure.subplots(len(modes), squeeze=False, sharex=True)[:, 0]
-        for axes, mode in zip(parts, modes, strict=True):
-            for (of_mode, name, case), points in lines.items():
-                if of_mode == mode:
+        for axes, (mode, title) in zip(parts, modes.items(), strict=True):
+            for line, points in lines.items():
+                if line.mode == mode:
                     xs, ys = zip(*sorted(points), strict=True)
+                    place = cases[line.name].index(line.case)
                     axes.plot(
                         xs,
                         ys,
-                        "o",
-                        color=owner_colour(names.index(name)),
-                        linestyle=styles[cases.index(case) % len(styles)],
+                        color=owner_colour(names.index(line.name) if len(names) > 1 else place),
+                        linestyle=STYLES[place % len(STYLES)],
+                        marker=MARKERS[place // len(STYLES) % len(MARKERS)],
                         markersize=4,
-                        label=f"{name}, {case}",
+                        label=f"{line.name}, {line.case}" if line.case else line.name,
                     )
             axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
             axes.grid(axis="y", color=colours.line, linewidth=0.6)
-            axes.set_title(f"{MODES[mode]}, TFLOP/s", loc="left", color=colours.text)
-        lengths = sorted({row["seqlen"] for row in rows})
-        parts[-1].set_xticks(lengths, [f"{n >> 10}k" if n % 1024 == 0 else str(n) for n in lengths])
+            axes.set_title(f"{title}, {unit}", loc="left", color=colours.text)
+        sizes = sorted({row[size] for row in rows})
+        parts[-1].set_xticks(sizes, [_short(each) for each in sizes])
         parts[-1].minorticks_off()
-        parts[-1].set_xlabel("length of the sequence")
+        parts[-1].set_xlabel(f"{SIZES[size]} ({heads})" if heads else SIZES[size])
         figure.legend(
             *parts[0].get_legend_handles_labels(),
             loc="outside lower left",

@@ -111,15 +111,15 @@ MAX_THREADS = 4096
 RANK_BYTES = 150 << 20
 
 
-def timed_on_ranks(fn: Callable[[], object]) -> float:
-    """Return the seconds of a call, from a barrier until the last rank is done."""
+def timed_on_ranks(fn: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
+    """Return the seconds of a call, from a barrier until the last rank of the group is done."""
     on_gpu = rank_device().type == "cuda"
 
     def synchronize() -> None:
         if on_gpu:
             torch.cuda.synchronize()
 
-    dist.barrier()
+    dist.barrier(group)
     synchronize()
     start = time.perf_counter()
     fn()
@@ -127,7 +127,7 @@ def timed_on_ranks(fn: Callable[[], object]) -> float:
     seconds = time.perf_counter() - start
     # Ranks that share a core finish one after another: a mean over ranks would be too short.
     worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     return float(worst)
 
 

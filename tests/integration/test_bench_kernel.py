@@ -11,6 +11,7 @@ from ring_attn.backends import get_backend
 from ring_attn.bench import kernel, timing
 from ring_attn.bench.implementations import Implementation, Ours, Shape
 from ring_attn.bench.judge import OracleJudge
+from ring_attn.bench.roofs import Roofs
 from tests.integration.commands import options_of
 
 CPU = torch.device("cpu")
@@ -55,17 +56,23 @@ class Steps:
 
 def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "Watch", lambda device: Steps())
+    roofs = Roofs(tflops=1.0, gbps=0.5)
+    monkeypatch.setattr(kernel, "measure_roofs", lambda device, dtype: roofs)
     run = kernel.Cells(setting("--device cpu --seqlen 64 --head-dim 16 --heads 4/2"))
     run.run()
     fwd, bwd, both = run.rows[:3]
     assert (fwd.median_ms, bwd.median_ms, both.median_ms) == (1.0, 2.0, 3.0)
     assert (fwd.p20_ms, fwd.p80_ms, fwd.samples) == (1.0, 1.0, 3)
-    assert fwd.impl == "ours" and fwd.causal and fwd.batch == 8
+    assert fwd.impl == "ours" and fwd.mask == "causal" and fwd.batch == 8
     # Two products of 2 x 16 operations a pair, for 4 heads and 8 batch entries, in 1 ms.
     tflops = 4 * 16 * 4 * 8 * (64 * 65 // 2) / 1e9
-    assert fwd.rate == pytest.approx(tflops)
-    assert bwd.rate == pytest.approx(2.5 * tflops / 2)
-    assert both.rate == pytest.approx(3.5 * tflops / 3)
+    assert fwd.tflops == pytest.approx(tflops)
+    assert bwd.tflops == pytest.approx(2.5 * tflops / 2)
+    assert both.tflops == pytest.approx(3.5 * tflops / 3) == pytest.approx(both.tflops_share)
+    # q, k, v and out of 8 x 64 rows in float32.
+    gbps = 8 * 64 * 16 * (4 + 2 + 2 + 4) * 4 / 1e6
+    assert fwd.gbps == pytest.approx(gbps) and fwd.gbps_share == pytest.approx(2 * gbps)
+    assert bwd.gbps == pytest.approx(2 * gbps / 2)
 
 
 def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
@@ -95,16 +102,19 @@ def test_report_and_table(report_of: Any, capsys: pytest.CaptureFixture[str]) ->
     report = report_of(f"bench kernel {TINY.replace('--quiet', '')}")
     assert {"machine", "command", "setting", "seconds"} <= set(report)
     assert report["failures"] == []
-    rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
+    rows = {(row["impl"], row["mode"], row["mask"]): row for row in report["rows"]}
     for impl in ("ours", "torch-flash"):
         for mode in ("fwd", "bwd", "fwd_bwd"):
-            for causal in (True, False):
-                row = rows[impl, mode, causal]
+            for mask in ("causal", "full"):
+                row = rows[impl, mode, mask]
                 assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
-                assert row["rate"] > 0
+                assert row["tflops"] > 0 and row["gbps"] > 0 and row["host_ms"] > 0
+                assert row["tflops_share"] > 0 and row["gbps_share"] > 0
                 assert 0 < row["max_ratio"] <= 1
                 assert (row["seqlen"], row["batch"], row["samples"]) == (32, 16, 2)
-    assert "2/1 heads of 16, causal" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "batch 16, length 32, heads 2, kv heads 1, head dim 16" in " ".join(said.split())
+    assert "roofs, measured" in said
 
 
 def test_a_budget_ends_the_run_and_says_what_is_left(
@@ -112,7 +122,7 @@ def test_a_budget_ends_the_run_and_says_what_is_left(
 ) -> None:
     report = report_of(f"{RUN} --budget 0")
     notes = [row["note"] for row in report["rows"]]
-    assert len(notes) == 4 and all("budget of 0 s" in note for note in notes)
+    assert len(notes) == 12 and all("budget of 0 s" in note for note in notes)
     assert "ours: not measured" in capsys.readouterr().out
 
 
@@ -128,7 +138,7 @@ def test_a_wrong_result_of_ours_is_a_failure(
 def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
     report_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def raising(name: str, *args: Any) -> Implementation:
+    def raising(name: str, *args: Any, **options: Any) -> Implementation:
         if name == "torch-flash":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         raise ArithmeticError("made to fail")

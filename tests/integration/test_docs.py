@@ -127,7 +127,7 @@ def check_command(line: str) -> None:
             return
     program, rest = words[0], words[1:]
     if program == "ring-attn":
-        (command,) = [c for c in cli.COMMANDS if rest[: len(c.name.split())] == c.name.split()]
+        command = next(c for c in cli.COMMANDS if rest[: len(c.words)] == c.words)
         command.parser(cli.PROG).parse_args(rest[len(command.name.split()) :])
     elif program == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

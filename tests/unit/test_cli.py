@@ -36,9 +36,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_sizes_and_dtypes() -> None:
-    for text, size in (("113", 113), ("8K", 8192), (" 2g ", 2 << 30)):
+    sizes = {"113": 113, "8K": 8192, " 2g ": 2 << 30, "1.5k": 1536, "80GB": 80 << 30, "4KiB": 4096}
+    for text, size in sizes.items():
         assert parse_size(text) == size == parse_size(format_size(size))
-    for text in ("", "0", "-1", "8kb", "1.3", "1e3", "8 192", "nan", 400 * "9", "1125899906842625"):
+    wrong = ["", "0", "-1", "8kx", "1.3", "1.0001k", ".5k", "1e3", "8 192", "nan", 400 * "9"]
+    for text in (*wrong, "1125899906842625"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
             parse_size(text)
     assert parse_dtype("bf16") is parse_dtype("bfloat16") is torch.bfloat16
@@ -94,7 +96,7 @@ def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("command", ["", "bench", *(c.name for c in cli.COMMANDS)])
+@pytest.mark.parametrize("command", ["", *(c.name for c in cli.COMMANDS)])
 def test_help_does_not_wait_for_torch(command: str) -> None:
     done = without_torch(*command.split(), "--help")
     assert done.returncode == 0 and f"usage: ring-attn {command}" in done.stdout
@@ -148,7 +150,28 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["plan", *PLAN, "--seqlen", "3G"], "--seqlen must be at most 2G"),
         (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim must be at most 64M"),
         (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "pass --layout zigzag"),
-        (["bench", "ring", "--baseline", "sparse"], "--baseline: must be some of"),
+        (["bench", "rings"], "invalid choice: 'rings' (choose from"),
+        (["bench", "--seqlen", "1k"], "unrecognized arguments: --seqlen"),
+        (["bench", "ring", "--baseline", "sparse"], "--peer/--baseline: must be some of dense"),
+        (["bench", "ring", "--world-size", "0"], "'0' is not a number of ranks: pass 1 or more"),
+        (["bench", "ring", "--world-size", "2,x"], "'x' is not a number of ranks"),
+        (["bench", "ring", "--strategy", "spiral"], "--strategy: must be some of ring, all_gather"),
+        (["bench", "ring", "--mode", ""], "--mode: must be some of fwd, bwd, fwd_bwd, got ''"),
+        (["bench", "ring", "--mask", "window"], "'window' is not a mask: pass causal, full, win"),
+        (["bench", "ring", "--mask", "docs:nope"], "docs:nope cannot be read (No such file"),
+        (["bench", "ring", "--mask", "full", "--causal"], "--causal and --mask exclude each other"),
+        (["bench", "ring", "--heads", "4", "--kv-heads", "3"], "must be a multiple of --kv-heads"),
+        (["bench", "ring", "--cluster", "h999"], "--cluster must be one of a100"),
+        (["bench", "ring", "--compare", "nope.json"], "--compare: nope.json cannot be read"),
+        (["bench", "ring", "--threshold", "5"], "--threshold needs --compare OLD.json"),
+        (["bench", "ring", "--threshold", "-5"], "'-5' is not a percentage: pass a number above 0"),
+        (["bench", "ring", "--device", "cuda"], "need as many GPUs, this machine has 0"),
+        (["bench", "kernel", "--impl", "fa9"], "--impl: must be some of ours, cudnn"),
+        (["bench", "kernel", "--mask", "chunked:0"], "'0' is not a size"),
+        (["bench", "decode", "--mla", "--heads", "8"], "--mla sets heads and head dims"),
+        (["bench", "decode", "--seqlen", "8", "--queries", "9"], "--queries must be at most"),
+        (["bench", "comm", "--world-size", "1"], "--world-size must be at least 2, because one"),
+        (["bench", "comm", "--size", "many"], "'many' is not a size"),
         (["tune"], "has no GPU that torch can use"),
         (["tune", "--budget", "one"], "argument --budget: invalid float value"),
         (["tune", "--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),

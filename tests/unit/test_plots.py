@@ -17,10 +17,7 @@ from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
 
 import ring_attn
 from ring_attn import SequenceLayout, masks, plots
-from ring_attn.bench import ring
-from ring_attn.bench.report import Report
-from ring_attn.bench.ring import RingRow
-from ring_attn.bench.ring_implementations import RingSetting
+from ring_attn.bench import comm
 from ring_attn.cli import main as cli
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.strategy import Strategy
@@ -383,11 +380,18 @@ def test_a_bench_of_lengths_shows_its_rates() -> None:
     ]
     (axes,) = plots.bench({"rows": rows}).axes
     assert [str(line.get_label()) for line in axes.lines] == [
-        f"{name}, 8/2 x 64, {mask}"
-        for name in ("ring_attn", "torch-flash")
-        for mask in ("causal", "full")
+        f"{name}, {mask}" for name in ("ring_attn", "torch-flash") for mask in ("causal", "full")
     ]
     assert all(line.get_ydata().tolist() == [128.0, 256.0] for line in axes.lines)
+    assert axes.get_xlabel() == "length of the sequence (8/2 x 64)"
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.lines}
+    assert len(looks) == len(axes.lines)
+    messages = [
+        row("gloo", op, 1.0, nbytes=n, gbps=n / 4.0) for op in ("hop", "all_gather") for n in (4, 8)
+    ]
+    parts = plots.bench({"rows": messages}).axes
+    assert [axes.get_title(loc="left") for axes in parts] == ["hop, GB/s", "all_gather, GB/s"]
+    assert parts[1].get_xlabel() == "bytes of a message"
     of_one = plots.bench({"rows": [one for one in rows if one["seqlen"] == 1024]}).axes[0]
     assert len({label.get_text() for label in of_one.get_yticklabels()}) == 4
 
@@ -496,7 +500,7 @@ def status_of(words: list[str]) -> object:
         return ended.code
 
 
-@pytest.mark.parametrize("command", ["plan", "bench ring", "bench kernel"])
+@pytest.mark.parametrize("command", ["plan", "bench ring", "bench kernel", "bench comm"])
 def test_commands_without_matplotlib_refuse_to_draw(
     command: str,
     tmp_path: Path,
@@ -511,12 +515,13 @@ def test_commands_without_matplotlib_refuse_to_draw(
 
 
 def test_a_report_draws_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    setting = ring.setting_of(options_of("bench ring", "--seqlen 64 --quick"))
-    report = Report[RingSetting, RingRow](setting)
+    setting = comm.setting_of(options_of("bench comm", "--op hop --size 64"))
+    report = comm.CommBench(setting)
     report.draw(None)
-    report.rows = [RingRow("dense", "fwd", note="cannot run: no memory")]
-    report.draw(tmp_path / "ring.svg")
+    (row,) = comm.planned(setting)
+    report.rows = [row.without_time("cannot run: no memory")]
+    report.draw(tmp_path / "comm.svg")
     assert "nothing was measured" in capsys.readouterr().out and not [*tmp_path.iterdir()]
-    report.rows.append(RingRow("ours", "fwd", median_ms=2.0, p20_ms=1.0, p80_ms=3.0))
-    report.draw(tmp_path / "ring.svg")
-    assert ">2 ms</text>" in (tmp_path / "ring.svg").read_text()
+    report.rows.append(row.timed([1.0, 2.0, 3.0]))
+    report.draw(tmp_path / "comm.svg")
+    assert ">2 ms</text>" in (tmp_path / "comm.svg").read_text()

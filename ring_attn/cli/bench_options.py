@@ -1,0 +1,441 @@
+"""The help and the options of `ring-attn bench` and its benchmarks; they do not import torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ring_attn.cli.arguments import (
+    add_common,
+    add_plot,
+    format_size,
+    names_of,
+    parse_dtype,
+    parse_head_dims,
+    parse_heads,
+    parse_percent,
+    parse_rank_counts,
+    parse_ranks,
+    parse_report,
+    parse_size,
+    parse_sizes,
+)
+from ring_attn.cli.masks import FORMS, parse_masks
+from ring_attn.core.names import DEVICES, LAYOUTS, STRATEGIES
+
+# The stages of a call: a forward, its backward, and both.
+MODES = ("fwd", "bwd", "fwd_bwd")
+
+# Length and repetitions of `bench ring`.
+SEQLEN, RING_ITERS = 8192, 9
+RING_PEERS = (
+    "dense",
+    "torch-template",
+    "torch-context-parallel",
+    "ring-flash-attn",
+    "ring-attention-pytorch",
+    "yunchang",
+    "transformer-engine",
+    "magi-attention",
+)
+DEFAULT_PEERS = ("dense", "torch-template")
+
+# Sizes of `bench kernel` on a GPU.
+KERNEL_SEQLENS, KERNEL_ITERS = tuple(1024 << n for n in range(8)), 15
+KERNEL_HEADS = ((32, 8), (64, 8))
+IMPLEMENTATIONS = ("ours", "cudnn", "torch-flash", "fa2", "fa3", "fa4", "flex", "xformers")
+
+# Sizes of `bench decode` on a GPU.
+DECODE_BATCHES, DECODE_SEQLENS, DECODE_ITERS = (1, 16), (8192, 65536), 15
+DECODE_IMPLEMENTATIONS = ("ours", "torch", "fa2", "fa3")
+
+# Operations and messages of `bench comm`.
+COMM_OPS = ("hop", "all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+COMM_SIZES, COMM_ITERS = tuple(1 << n for n in range(14, 29, 2)), 15
+
+
+def bench(parser: argparse.ArgumentParser) -> None:
+    """`ring-attn bench`: one screen of figures of this machine, in a minute.
+
+        ring-attn bench          kernels, a ring, decoding and messages, small sizes
+        ring-attn bench kernel   TFLOP/s and GB/s of attention on one device
+        ring-attn bench ring     strategies and other packages on several ranks
+        ring-attn bench decode   GB/s of one token over a KV cache
+        ring-attn bench comm     GB/s of hops and collectives
+
+    Each has its own options: `ring-attn bench ring --help`. Without a name, the four run with small
+    sizes, on the GPUs if there are any, otherwise on two CPU ranks. The exit status is 1 if a
+    result of ours is wrong.
+    """
+    add = parser.add_argument
+    add("--device", choices=DEVICES, help="where to run (default: cuda if there is a GPU)")
+    add(
+        "--json",
+        metavar="PATH",
+        type=parse_report,
+        help="write all results to this file (default: no file)",
+    )
+
+
+def bench_ring(parser: argparse.ArgumentParser) -> None:
+    """Measure attention over a split sequence: strategies of ours, and other packages.
+
+        ring-attn bench ring --world-size 2,4 --strategy all --seqlen 4k,16k
+        ring-attn bench ring --peer ring-attention-pytorch --mask full
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m ring_attn bench ring
+
+    All of one length, mask and number of ranks alternate within every repetition, so that drift of
+    the machine affects them in the same way. A time is the time of the slowest rank. Under
+    torchrun, smaller numbers of ranks are the first ranks.
+
+        TFLOP/s     of a rank's device: all FLOPs / time / ranks
+        of alone    its share of the speed of a rank that computes alone
+        exposed     time in waits for transfers, which compute did not hide
+        hidden      the rest of the time in which transfers were under way
+        sent, peak  bytes that a rank sends; bytes of a call beyond its inputs
+        predicted   time by the planner; off: predicted / measured - 1
+        error       largest difference of out, dq, dk, dv from attention in
+                    float64, of at most 1k rows with the same mask and heads
+
+    FLOPs are 4 x visible pairs x head_dim per head forward, and 2.5 times as many backward. The
+    exit status is 1 if a result of ours is wrong, or with --compare if a row is slower.
+
+        dense                   torch's attention in one process, with the
+                                ranks' threads, or on one GPU
+        torch-template          torch's private ring and its backward
+        torch-context-parallel  torch's context_parallel, which patches
+                                scaled_dot_product_attention
+        others                  the packages of that name
+
+    What is not installed, or cannot run here, is one line with the reason.
+    """
+    add = parser.add_argument
+    add(
+        "--world-size",
+        type=parse_rank_counts,
+        metavar="LIST",
+        help="numbers of ranks, such as 2,4,8 (default: 2, or as many as torchrun started)",
+    )
+    add(
+        "--seqlen",
+        type=parse_sizes,
+        metavar="LIST",
+        help=f"global lengths, such as 4k,16k (default: {format_size(SEQLEN)})",
+    )
+    add(
+        "--strategy",
+        type=names_of((*STRATEGIES, "all", "auto"), may_be_empty=False),
+        default="ring",
+        metavar="LIST",
+        help=f"some of {', '.join(STRATEGIES)}; all: each with every degree; auto: the planner's "
+        "choice (default: ring)",
+    )
+    add(
+        "--layout",
+        choices=(*LAYOUTS, "auto"),
+        default="zigzag",
+        help="layout of ours; auto: the planner's choice for each strategy; other packages have "
+        "their own (default: zigzag)",
+    )
+    add_masks(parser, "causal")
+    add(
+        "--causal",
+        action=argparse.BooleanOptionalAction,
+        help="short for --mask causal, and --no-causal for --mask full (default: see --mask)",
+    )
+    add_modes(parser)
+    add("--batch", type=parse_size, default=1, help="sequences at a time (default: 1)")
+    add("--heads", type=parse_size, default=8, help="heads of q (default: 8)")
+    add("--kv-heads", type=parse_size, help="heads of k and v (default: as many as --heads)")
+    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
+    add(
+        "--dtype",
+        type=parse_dtype,
+        help="dtype of q, k and v (default: float32; on a GPU bfloat16)",
+    )
+    add(
+        "--peer",
+        "--baseline",
+        dest="peers",
+        type=names_of((*RING_PEERS, "all")),
+        default=",".join(DEFAULT_PEERS),
+        metavar="LIST",
+        help=f"some of {', '.join(RING_PEERS)}, or all; '' for none "
+        f"(default: {','.join(DEFAULT_PEERS)})",
+    )
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add(
+        "--device",
+        choices=DEVICES,
+        help="where to run (default: cuda if every rank can have a GPU)",
+    )
+    add(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="for predictions: h100, h200, a100, b200, or a file of ring-attn calibrate (default: "
+        "the file RING_ATTN_CLUSTER, or this machine's devices)",
+    )
+    add("--iters", type=parse_size, help=f"timed repetitions (default: {RING_ITERS})")
+    add_report(parser)
+
+
+def bench_kernel(parser: argparse.ArgumentParser) -> None:
+    """Measure our attention kernels on one device, next to those of other packages.
+
+        ring-attn bench kernel --seqlen 4k,16k --impl ours,fa3 --mask window:4k
+        ring-attn bench kernel --head-dim 128,192/128 --heads 32/8,16 --mode fwd
+
+    All implementations alternate within every repetition, so that clock drift affects them in the
+    same way. Each is checked against float64 before the timing, on at most 1024 rows. As in
+    FlashAttention's papers, the batch is 16k / length, at least 1. Times are measured on the
+    device, between events, with a cold L2 and the host ahead. FLOPs are 4 x visible pairs x
+    head_dim per head forward, and 2.5 times as many backward; bytes are those of the tensors that
+    must be read and written. Both are also shares of what this device attains: of a matrix product
+    in the same dtype, and of a copy.
+
+        ours           triton (on a CPU auto), deterministic, as a ring of one rank
+        cudnn          scaled_dot_product_attention by cuDNN
+        torch-flash    scaled_dot_product_attention by FlashAttention 2
+        fa2, fa3, fa4  the packages flash_attn, flash_attn_interface,
+                       flash_attn.cute
+        flex           torch.compile of FlexAttention
+        xformers       memory_efficient_attention
+
+    What is not installed, or cannot run a mask or size, is one line with the reason. The exit
+    status is 1 if one of our results is wrong, one of our calls failed, or with --compare if a row
+    is slower.
+    """
+    add = parser.add_argument
+    lengths = ",".join(format_size(length) for length in KERNEL_SEQLENS)
+    add(
+        "--impl",
+        dest="impls",
+        type=names_of(IMPLEMENTATIONS, may_be_empty=False),
+        metavar="LIST",
+        help=f"some of {', '.join(IMPLEMENTATIONS)} (default: all; on a CPU ours,torch-flash)",
+    )
+    add(
+        "--seqlen",
+        dest="seqlens",
+        type=parse_sizes,
+        metavar="LIST",
+        help=f"lengths, such as 1k,8k (default: {lengths}; on a CPU 256,512)",
+    )
+    add(
+        "--batch",
+        type=parse_size,
+        help="sequences at a time (default: 16k / length; on a CPU 512 / length)",
+    )
+    add_masks(parser, "causal,full")
+    add_modes(parser)
+    heads = ",".join(f"{q}/{kv}" for q, kv in KERNEL_HEADS)
+    add(
+        "--heads",
+        type=parse_heads,
+        metavar="LIST",
+        help=f"query heads / kv heads, such as 32/8,16 (default: {heads}; on a CPU 4/2)",
+    )
+    add(
+        "--head-dim",
+        dest="head_dims",
+        type=parse_head_dims,
+        metavar="LIST",
+        help="head dim, or that of q and k / that of v, such as 128,192/128 (default: 128,64,256; "
+        "on a CPU 64)",
+    )
+    add(
+        "--dtype",
+        type=parse_dtype,
+        help="dtype of q, k and v (default: bfloat16; on a CPU float32)",
+    )
+    add("--iters", type=parse_size, help=f"maximum repetitions of a cell (default: {KERNEL_ITERS})")
+    add_budget(parser)
+    add("--device", choices=DEVICES, help="where to run (default: cuda if there is a GPU)")
+    add_report(parser)
+
+
+def bench_decode(parser: argparse.ArgumentParser) -> None:
+    """Measure decoding: new tokens that attend to a KV cache, on one rank or several.
+
+        ring-attn bench decode --batch 1,16,64 --seqlen 8k,128k --pages 16
+        ring-attn bench decode --mla --batch 1,32
+        torchrun --nproc-per-node 8 -m ring_attn bench decode --seqlen 1M
+
+    Memory bandwidth limits decoding, so the rate is the GB/s with which a rank reads its part of K
+    and V, next to the rate of a copy. A sequence's cache is split evenly over the ranks; other
+    packages run on one rank alone.
+
+        ours     tree_decode
+        torch    scaled_dot_product_attention, without pages
+        fa2,fa3  flash_attn_with_kvcache of flash_attn and flash_attn_interface
+
+    --mla decodes as DeepSeek's multi-head latent attention, with absorbed weights: one kv head of
+    576 dims, of which v is the first 512, and 128 query heads.
+    """
+    add = parser.add_argument
+    batches = ",".join(map(str, DECODE_BATCHES))
+    lengths = ",".join(map(format_size, DECODE_SEQLENS))
+    add(
+        "--impl",
+        dest="impls",
+        type=names_of(DECODE_IMPLEMENTATIONS, may_be_empty=False),
+        metavar="LIST",
+        help=f"some of {', '.join(DECODE_IMPLEMENTATIONS)} (default: all; on a CPU ours,torch)",
+    )
+    add(
+        "--batch",
+        dest="batches",
+        type=parse_sizes,
+        metavar="LIST",
+        help=f"numbers of sequences (default: {batches}; on a CPU 1,4)",
+    )
+    add(
+        "--seqlen",
+        dest="seqlens",
+        type=parse_sizes,
+        metavar="LIST",
+        help=f"lengths of each sequence's cache (default: {lengths}; on a CPU 1k,4k)",
+    )
+    add(
+        "--pages",
+        type=parse_sizes,
+        metavar="LIST",
+        help="page sizes of a paged cache, in rows, such as 16,256 (default: a contiguous cache)",
+    )
+    add(
+        "--queries",
+        type=parse_size,
+        metavar="N",
+        help="new tokens of each sequence (default: 1)",
+    )
+    add("--mla", action="store_true", help="decode with multi-head latent attention")
+    add(
+        "--heads",
+        type=parse_heads,
+        metavar="LIST",
+        help="query heads / kv heads (default: 32/8; on a CPU 8/2; with --mla 128/1)",
+    )
+    add(
+        "--head-dim",
+        dest="head_dims",
+        type=parse_head_dims,
+        metavar="LIST",
+        help="head dim (default: 128; on a CPU 64; with --mla 576/512)",
+    )
+    add("--dtype", type=parse_dtype, help="dtype (default: bfloat16; on a CPU float32)")
+    add(
+        "--world-size",
+        type=parse_ranks,
+        metavar="N",
+        help="number of ranks (default: 1, or as many as torchrun started)",
+    )
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add(
+        "--device",
+        choices=DEVICES,
+        help="where to run (default: cuda if every rank can have a GPU)",
+    )
+    add("--iters", type=parse_size, help=f"timed repetitions (default: {DECODE_ITERS})")
+    add_report(parser)
+
+
+def bench_comm(parser: argparse.ArgumentParser) -> None:
+    """Measure messages between ranks: a hop of a ring, and each collective, by size.
+
+        ring-attn bench comm --world-size 4 --size 64k,1M,16M
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m ring_attn bench comm --op hop
+
+    A size is what a rank sends in a hop, or the whole buffer of a collective. "GB/s" is size /
+    time; "bus GB/s" is the rate of a link, by the factors of nccl-tests: (n - 1) / n of an
+    all_gather, a reduce_scatter and an all_to_all, twice that of an all_reduce. Each message is
+    timed alone and beside compute, which is a matrix product on the same device; "slower" is by how
+    much longer the product takes.
+    """
+    add = parser.add_argument
+    sizes = f"{format_size(COMM_SIZES[0])} to {format_size(COMM_SIZES[-1])}"
+    add(
+        "--op",
+        dest="ops",
+        type=names_of(COMM_OPS, may_be_empty=False),
+        default=",".join(COMM_OPS),
+        metavar="LIST",
+        help=f"some of {', '.join(COMM_OPS)} (default: all)",
+    )
+    add(
+        "--size",
+        dest="sizes",
+        type=parse_sizes,
+        metavar="LIST",
+        help=f"bytes, such as 64k,1M (default: {sizes}; with --quick, and on a CPU, up to 4M)",
+    )
+    add(
+        "--world-size",
+        type=parse_ranks,
+        metavar="N",
+        help="number of ranks (default: 2, or as many as torchrun started)",
+    )
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add(
+        "--device",
+        choices=DEVICES,
+        help="where to run (default: cuda if every rank can have a GPU)",
+    )
+    add("--iters", type=parse_size, help=f"timed repetitions (default: {COMM_ITERS})")
+    add_report(parser)
+
+
+def add_masks(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--mask",
+        dest="masks",
+        type=parse_masks,
+        metavar="LIST",
+        help=f"some of {FORMS}; a file has lengths of causal documents, which are repeated until "
+        f"the sequence is full (default: {default})",
+    )
+
+
+def add_modes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode",
+        dest="modes",
+        type=names_of(MODES, may_be_empty=False),
+        metavar="LIST",
+        default=",".join(MODES),
+        help=f"some of {', '.join(MODES)}; fwd alone runs no backward (default: all)",
+    )
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="start no measurement after this time (default: no limit)",
+    )
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the options of what a benchmark writes, and with what it is compared."""
+    add = parser.add_argument
+    add(
+        "--csv",
+        metavar="PATH",
+        type=parse_report,
+        help="write all rows to this file as CSV (default: no file)",
+    )
+    add_plot(parser, "the rows")
+    add(
+        "--compare",
+        metavar="OLD.json",
+        type=Path,
+        help="compare with the --json file of an earlier run (default: no comparison)",
+    )
+    add(
+        "--threshold",
+        metavar="PERCENT",
+        type=parse_percent,
+        help="the exit status is 1 if a median is longer by more than this, and the spreads do not "
+        "overlap (default: 10)",
+    )
+    add_common(parser)
