@@ -262,7 +262,7 @@ def causal_conv(
     with _checked(layout, cu_seqlens, group) as (maps, runs):
         before = as_int("width", width, least=1) - 1
         around = halo(x, layout, before, group=group, dim=dim)
-        outs = [] if runs else [conv(around[0]).narrow(dim, 0, 0)]
+        outs = [] if runs else [_without_rows(conv, around[0], dim)]
         for whole, pieces in zip(around, runs, strict=False):
             for piece in pieces:
                 # Rows of the same document before the piece; rows of other documents count as
@@ -273,6 +273,18 @@ def causal_conv(
                 seen = whole.narrow(dim, row - known, known + piece.length)
                 outs.append(conv(seen).narrow(dim, known, piece.length))
         return torch.cat(outs, dim)
+
+
+def _without_rows(conv: Callable[[Tensor], Tensor], around: Tensor, dim: int) -> Tensor:
+    """Run a convolution on a rank without rows, and return a result without rows.
+
+    `around` has the `width - 1` zeros before the empty run. One row is added, because torch's
+    convolutions refuse inputs without rows.
+    """
+    shape = list(around.shape)
+    shape[dim] = 1
+    row_of_zeros = around.new_zeros(shape)
+    return conv(torch.cat([around, row_of_zeros], dim)).narrow(dim, 0, 0)
 
 
 @contextmanager
