@@ -144,11 +144,10 @@ def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rul
     needs_one = any(x is PADDING or x is BLOCKS or x is IMAGES for x in options.values())
     assert (told is not None) == needs_one
     rows, beyond = (told.rows, told.beyond_windows) if told else (((12, ()),) * 2, False)
-    seen = mask_of(12, rows, rule, None, beyond).dense()
-    for row, one in enumerate(theirs.expand(2, -1, -1)):
-        real, a = rows[row][0], row * 12
-        assert torch.equal(seen[a : a + real, a : a + 12], one[:real])
-        assert not seen[a + real : a + 12].any() and not seen[a : a + 12, :a].any()
+    for row, one in zip(rows, theirs.expand(2, -1, -1), strict=True):
+        seen, real = mask_of(12, row, rule, None, beyond).dense(), row[0]
+        assert torch.equal(seen[:real], one[:real])
+        assert not seen[real:].any()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from ring_attn.checks import attention as checks
 from ring_attn.core import masks
-from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.integrations.transformers.models import Config, Keywords
 
@@ -265,38 +264,17 @@ def scaled_again(module: nn.Module, q: Tensor, row_indices: Tensor, positions: T
     return (q * correction.to(q.device)[:, None, None]).to(q.dtype)
 
 
-# -- masks of all rows
-
-
-@lru_cache(maxsize=64)
-def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
-    """Return the layout of a batch whose rows are concatenated to one sequence."""
-    whole = layout
-    for _ in range(batch - 1):
-        whole = whole.followed_by(layout)
-    return whole
+# -- the mask of a row
 
 
 @lru_cache(maxsize=256)
 def mask_of(
-    seqlen: int,
-    rows: tuple[MaskRow, ...],
-    rule: Rule,
-    cuts: tuple[int, ...] | None,
-    beyond_windows: bool,
-) -> Mask:
-    """Return the mask of a batch whose rows are concatenated to one sequence.
-
-    Each row has `seqlen` positions, and the boundaries `cuts` of documents.
-    """
-    row_masks = [_mask_of_row(seqlen, row, rule, cuts, beyond_windows) for row in rows]
-    return row_masks[0] if len(row_masks) == 1 else masks.by_document(row_masks)
-
-
-def _mask_of_row(
     seqlen: int, row: MaskRow, rule: Rule, cuts: tuple[int, ...] | None, beyond_windows: bool
 ) -> Mask:
-    """Return the mask of one row of a batch."""
+    """Return the mask of one row of a batch.
+
+    The row has `seqlen` positions, and the boundaries `cuts` of documents.
+    """
     length, spans = row
     cuts = cuts or (0, length)
     if rule.chunk:

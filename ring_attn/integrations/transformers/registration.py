@@ -25,7 +25,6 @@ from ring_attn.integrations.transformers.masks import (
     chunk_of,
     mask_of,
     read_mask,
-    repeated,
     scaled_again,
     scales_by_row_index,
 )
@@ -253,18 +252,18 @@ class Registration:
         # One mask serves all rows of the batch if they are equal.
         differ = len({*batch_mask.rows}) > 1
         mask_rows = batch_mask.rows if differ else batch_mask.rows[:1]
-        mask = mask_of(seqlen, mask_rows, rule, cuts, batch_mask.beyond_windows)
-        options["mask"] = mask.rows(past, seqlen) if past else mask
+        row_masks = [
+            mask_of(seqlen, row, rule, cuts, batch_mask.beyond_windows) for row in mask_rows
+        ]
+        if differ:
+            options["mask"] = row_masks
+        else:
+            (mask,) = row_masks
+            options["mask"] = mask.rows(past, seqlen) if past else mask
         if step.chunk is None:
             return tree_decode(q, k, v, layout=step.cache, **_for_decode(options))
-        if not differ:
-            options["layout"] = step.layouts
-            return ring_attention(q, k, v, **options)
-        options["layout"] = repeated(step.cache, batch)
-        # (batch, rows, heads, headdim) -> (1, batch * rows, heads, headdim)
-        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = ring_attention(q, k, v, **options)
-        return out.squeeze(0).unflatten(0, (batch, rows))
+        options["layout"] = step.layouts
+        return ring_attention(q, k, v, **options)
 
     def _step(
         self, placed: str | SequenceLayout | CacheStep, rows: int, cuts: tuple[int, ...] | None
