@@ -375,7 +375,7 @@ def _with_strategy(
         # The ranks can agree on a strategy only if their arguments are equal.
         facts = facts_of(options, spec, layouts, mask, "auto", backend)
         facts["same_bits"] = options.same_bits
-        transport.compare(Agreement(facts).report, q.device)
+        transport.compare({}, Agreement(facts), q.device)
     strategy = agreed_strategy(
         spec,
         layouts,
