@@ -83,7 +83,7 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *positional: object,
     causal: bool = False,
     window_size: Sequence[int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -102,6 +102,7 @@ def ring_attention(
     dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute exact attention over a sequence that is sharded across the ranks of a group.
 
@@ -200,7 +201,7 @@ def ring_attention(
         >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
         torch.Size([1, 500, 8, 64])
     """
-    if isinstance(mask, (list, tuple)):
+    if not (positional or unknown) and isinstance(mask, (list, tuple)):
         return _with_masks(
             q,
             k,
@@ -225,6 +226,8 @@ def ring_attention(
             transport=transport,
         )
     with reporting(group):
+        if positional or unknown:
+            checks.check_unknown("ring_attention", positional, unknown, AttentionOptions)
         checks.check_results(return_lse, return_max_logits, dropout_p)
         if alibi_slopes is not None:
             raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
@@ -420,7 +423,7 @@ def tree_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *positional: object,
     causal: bool = True,
     window_size: Sequence[int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -434,6 +437,7 @@ def tree_decode(
     backend: str = "auto",
     return_lse: bool = False,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of the newest tokens to a KV cache that is sharded across the ranks.
 
@@ -506,6 +510,8 @@ def tree_decode(
         torch.Size([1, 1, 8, 64])
     """
     with reporting(group):
+        if positional or unknown:
+            checks.check_unknown("tree_decode", positional, unknown, DecodeOptions)
         several = cache_seqlens is not None or block_table is not None
         checks.check_tensors(q, k, v, packed=False, paged=block_table is not None)
         decode_checks.check_decode(q, k, v, sinks, layout)

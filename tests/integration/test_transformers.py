@@ -60,7 +60,7 @@ def test_a_name_comes_and_goes() -> None:
         ({"same_bits": 3}, TypeError, "same_bits must be"),
         ({"transport": 3}, TypeError, "transport must be"),
         ({"ignore": [3]}, TypeError, "each of ignore"),
-        ({"causal": True}, TypeError, "options of register must"),
+        ({"causal": True}, TypeError, "register has no option causal"),
     ],
 )
 def test_a_bad_registration(options: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -57,6 +57,13 @@ PLACED = {"sequence_layout", "cu_seq_lens_q"}
 # Names of caches in the forwards of models.
 CACHES = {"past_key_values", "cache_params"}
 
+# Ways to make position_ids.
+MAKE_POSITIONS = (
+    "make them with ring_attn.shard_batch, train with "
+    "ring_attn.integrations.trainer.split_sequence(Trainer), or generate with "
+    "past_key_values=ring.cache(model), where ring is what register() returned"
+)
+
 WITH_CACHE = (
     "recurrent layers on a sharded sequence need a cache of `Registration.cache(model)`, got "
     "another cache with states: pass the cache that was made for the model"
@@ -355,7 +362,7 @@ def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
     if not _forward.given.keys() & {"position_ids", "past_key_values"}:
         raise ValueError(
             f"position_ids must be passed to {_forward.model}, which otherwise counts every rank's "
-            "rows from 0: make them with ring_attn.shard_batch"
+            f"rows from 0: {MAKE_POSITIONS}"
         )
 
 

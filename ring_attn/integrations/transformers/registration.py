@@ -29,6 +29,7 @@ from ring_attn.integrations.transformers.masks import (
     scales_by_row_index,
 )
 from ring_attn.integrations.transformers.models import (
+    MAKE_POSITIONS,
     Keywords,
     Model,
     cache_of,
@@ -207,9 +208,9 @@ class Registration:
         """Refuse a cache of transformers, and cross-attention: k has other rows than q."""
         if q.size(1) != k.size(1):
             raise NotImplementedError(
-                f"q and k must have equally many rows, got {q.size(1)} and {k.size(1)}: pass a KV "
-                f"cache of `Registration.cache(model)` of {self.name!r} as past_key_values; "
-                "cross-attention is not built"
+                f"q and k must have equally many rows, got {q.size(1)} and {k.size(1)}: with a KV "
+                "cache pass past_key_values=ring.cache(model), where ring is what "
+                f"register({self.name!r}) returned; cross-attention is not built"
             )
 
     @left_out_of_graphs(
@@ -321,7 +322,7 @@ class Registration:
                 return
             raise ValueError(
                 "position_ids must be passed to the model, which otherwise counts every rank's "
-                "rows from 0: make them with ring_attn.shard_batch"
+                f"rows from 0: {MAKE_POSITIONS}"
             )
         placed = _placed(given.get(LAYOUT), self.layout)
         cuts = checks.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
