@@ -437,6 +437,20 @@ def check_layout(
         )
 
 
+def check_not_local(name: str, total: int | None, layout: SequenceLayout, rank: int) -> None:
+    """Refuse boundaries that end where this rank's rows end, before the end of the sequence.
+
+    They count the rows of one rank. Rows after the last boundary would be padding.
+    """
+    if layout.world_size > 1 and 0 < layout.shard_len(rank) == (total or 0) < layout.seqlen:
+        raise ValueError(
+            f"{name} must have the boundaries in the whole sequence of {layout.seqlen} rows, but "
+            f"it ends at {total}, where the rows of rank {rank} end: pass the same, global "
+            "boundaries on every rank; if the other rows are padding, pass the end of the sequence "
+            "as one more boundary"
+        )
+
+
 def check_shard(x: Tensor, dim: int, layout: object, group: dist.ProcessGroup) -> int:
     """Check this rank's rows of any tensor, in a dim; return the rank."""
     check_dim("x", x, dim)

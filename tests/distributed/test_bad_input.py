@@ -225,6 +225,9 @@ ATTENTION: list[Bad] = [
     type_error("mask|from_dense|masks.blocks|Tensor", mask=torch.ones(2, 2)),
     value_error("rows in dim 1", heads_first(layout=zigzag(SEQLEN))),
     value_error("seqlen=12|16", packed(0, SEQLEN + 4, layout=zigzag(SEQLEN))),
+    value_error(
+        "whole sequence of 12 rows|ends at 6|global", packed(0, 2, ROWS, layout=zigzag(SEQLEN))
+    ),
     value_error("cu_seqlens|15", cu_seqlens=ints(0, 15), layout=zigzag(SEQLEN)),
     value_error("cu_seqlens_k needs cu_seqlens", cu_seqlens_k=ints(0, SEQLEN)),
     value_error(

@@ -160,6 +160,12 @@ def _not_passed_on(name: str, layers: str) -> str:
     )
 
 
+def has_several_positions(position_ids: Tensor | None) -> bool:
+    """Return whether the model got several positions for each token, which it does not pass on."""
+    of_model = _forward.given.get("position_ids")
+    return position_ids is None and isinstance(of_model, Tensor) and of_model.ndim == 3
+
+
 @lru_cache
 def _counts_from_padding(module: str) -> bool:
     """Return whether models of a module count positions from the padding's id, like RoBERTa."""
