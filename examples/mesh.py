@@ -22,6 +22,8 @@ is 1 if the losses are farther from float64 than twice the error of float32, plu
 """
 
 import argparse
+import math
+import sys
 from functools import partial
 from itertools import islice
 
@@ -73,6 +75,13 @@ def make_stage(mesh: DeviceMesh, layout: SequenceLayout) -> Transformer:
 
 
 def main(args: argparse.Namespace, device: torch.device) -> bool:
+    num_ranks = dist.get_world_size()
+    if math.prod(args.axes) != num_ranks:
+        sizes = ",".join(f"{name}={size}" for name, size in zip(AXES, args.axes, strict=True))
+        sys.exit(
+            f"the axes {sizes} need {math.prod(args.axes)} ranks, but torchrun started "
+            f"{num_ranks}: pass, for example, cp={num_ranks}"
+        )
     mesh = init_device_mesh(device.type, args.axes, mesh_dim_names=AXES)
     num_stages, dp, cp, _ = args.axes
     stage, dp_rank, cp_rank = (mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,11 +12,13 @@ from torch import Tensor
 from ring_attn.attention import decode, operators
 from ring_attn.attention.arguments import Arguments, layouts_and_mask
 from ring_attn.attention.first_use import proven_backend
+from ring_attn.attention.mask_lists import fold_of
 from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
     AttentionOptions,
     DecodeOptions,
     Layout,
+    Masks,
     Options,
     checked_options,
     facts_of,
@@ -80,7 +82,7 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *positional: object,
     causal: bool = False,
     window_size: Sequence[int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -88,7 +90,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    mask: Mask | None = None,
+    mask: Masks | None = None,
     group: Group = None,
     layout: Layout = "contiguous",
     strategy: str | Strategy = "ring",
@@ -99,6 +101,7 @@ def ring_attention(
     dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute exact attention over a sequence that is sharded across the ranks of a group.
 
@@ -131,7 +134,10 @@ def ring_attention(
         cu_seqlens_k: boundaries of the documents of keys, if they differ from `cu_seqlens`.
         mask: any other mask, from `ring_attn.masks`, over the whole sequence. It replaces causal,
             window_size and cu_seqlens, and must be the same on every rank. Make it once for a
-            batch, and pass the same object to all layers.
+            batch, and pass the same object to all layers. A list has one mask for each batch entry.
+            A list of lists has, for each batch entry, one mask for each of some groups of
+            consecutive heads; with groups of heads there are no sinks and no `max_logits`. A list
+            of one element serves all batch entries.
         group: the ranks: a process group, a mesh with one axis, or None for the default group. In a
             mesh with two axes, such as (nodes, GPUs of a node), the size of the last axis is the
             degree of "hybrid" and "double_ring".
@@ -194,7 +200,33 @@ def ring_attention(
         >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
         torch.Size([1, 500, 8, 64])
     """
+    if not (positional or unknown) and isinstance(mask, (list, tuple)):
+        return _with_masks(
+            q,
+            k,
+            v,
+            mask,
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            sinks=sinks,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_k=cu_seqlens_k,
+            group=group,
+            layout=layout,
+            strategy=strategy,
+            backend=backend,
+            same_bits=same_bits,
+            return_lse=return_lse,
+            return_max_logits=return_max_logits,
+            dropout_p=dropout_p,
+            alibi_slopes=alibi_slopes,
+            transport=transport,
+        )
     with reporting(group):
+        if positional or unknown:
+            checks.check_unknown("ring_attention", positional, unknown, AttentionOptions)
         checks.check_results(return_lse, return_max_logits, dropout_p)
         if alibi_slopes is not None:
             raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
@@ -241,7 +273,7 @@ def ring_attention(
         arguments = Arguments(
             cu_seqlens=cu_seqlens,
             cu_seqlens_k=cu_seqlens_k,
-            mask=None if mask is None else mask.tensor,
+            mask=mask.tensor if isinstance(mask, Mask) else None,
             layout_q=numbers_q,
             layout_k=numbers_k,
             text="",
@@ -254,6 +286,61 @@ def ring_attention(
     if return_max_logits:
         return (out, lse, max_logits) if return_lse else (out, max_logits)
     return (out, lse) if return_lse else out
+
+
+# The options are those of `ring_attention`, passed on as they are.
+@left_out_of_graphs(
+    "a list of masks is not compiled: pass one mask, or compile without fullgraph=True"
+)
+def _with_masks(
+    q: Tensor, k: Tensor, v: Tensor, given: object, *, group: Group, layout: Layout, **options: Any
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute attention with a mask for each batch entry, or each batch entry and group of heads.
+
+    The batch entries and groups of heads become one sequence, see `mask_lists`.
+    """
+    with reporting(group):
+        checks.check_tensors(q, k, v, packed=True)
+        if q.ndim != 4:
+            raise ValueError(
+                "mask as a list needs q of shape (batch, rows, nheads, headdim), got shape "
+                f"{tuple(q.shape)}: pass one mask over the packed sequence (masks.by_document)"
+            )
+        fold = fold_of(q, k, given)
+        if isinstance(fold, Mask):
+            return ring_attention(q, k, v, mask=fold, group=group, layout=layout, **options)
+        if fold.groups > 1 and (options["sinks"] is not None or options["return_max_logits"]):
+            name = "return_max_logits" if options["sinks"] is None else "sinks"
+            raise NotImplementedError(
+                f"{name} is not built together with masks that differ by head: make one call for "
+                "each group of heads"
+            )
+        process_group = groups.check_group(group)
+        layouts = fold.layouts(layout, process_group.size())
+        num_rows = fold.num_sequences
+        for name, x, whole in (("q", q, layouts[0]), ("k", k, layouts[1])):
+            expected = whole.shard_len(process_group.rank()) // num_rows
+            if x.size(1) != expected:
+                raise ValueError(
+                    f"{name} of the group's rank {process_group.rank()} must have {expected} rows, "
+                    f"as its masks and its layout {layout} say, got {x.size(1)}: pass this rank's "
+                    "shard (layout.shard), and masks of the whole sequence"
+                )
+        results = ring_attention(
+            fold.rows(q),
+            fold.rows(k),
+            fold.rows(v),
+            mask=fold.mask,
+            group=group,
+            layout=layouts,
+            **options,
+        )
+    if isinstance(results, Tensor):
+        return fold.unfolded(results)
+    out, *others = results
+    if options["return_lse"]:
+        others[0] = fold.unfolded_lse(others[0])
+    return (fold.unfolded(out), *others)
 
 
 @left_out_of_graphs(
@@ -290,7 +377,7 @@ def _with_strategy(
         # The ranks can agree on a strategy only if their arguments are equal.
         facts = facts_of(options, spec, layouts, mask, "auto", backend)
         facts["same_bits"] = options.same_bits
-        transport.compare(Agreement(facts).report, q.device)
+        transport.compare({}, Agreement(facts), q.device)
     strategy = agreed_strategy(
         spec,
         layouts,
@@ -335,7 +422,7 @@ def tree_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *positional: object,
     causal: bool = True,
     window_size: Sequence[int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -349,6 +436,7 @@ def tree_decode(
     backend: str = "auto",
     return_lse: bool = False,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of the newest tokens to a KV cache that is sharded across the ranks.
 
@@ -421,6 +509,8 @@ def tree_decode(
         torch.Size([1, 1, 8, 64])
     """
     with reporting(group):
+        if positional or unknown:
+            checks.check_unknown("tree_decode", positional, unknown, DecodeOptions)
         several = cache_seqlens is not None or block_table is not None
         checks.check_tensors(q, k, v, packed=False, paged=block_table is not None)
         decode_checks.check_decode(q, k, v, sinks, layout)

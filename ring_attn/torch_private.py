@@ -77,6 +77,11 @@ def group_store(group: dist.ProcessGroup) -> Store:
     return cast(Store, store)
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups of this process of which this rank is a member."""
+    return [group for group in distributed_c10d._world.pg_map if hasattr(group, "get_group_store")]
+
+
 # torch's class of NCCL process groups for which this package is written. Newer versions have other
 # classes as well, one of which is the backend "nccl" of 2.15. There a collective between
 # `_start_coalescing` and `_end_coalescing` starts at once, and the work that `_end_coalescing`

@@ -205,8 +205,11 @@ def make_model(family: str, implementation: str, **changes: Any) -> Any:
     return model.eval()
 
 
-def make_batch(seqlen: int, family: str = "llama", padded: bool = False) -> dict[str, Tensor]:
-    """Two sequences with some ignored labels; optionally padded at their ends, or with images."""
+def make_batch(seqlen: int, family: str = "llama", padded: bool | str = False) -> dict[str, Tensor]:
+    """Two sequences with some ignored labels; optionally padded, or with images.
+
+    Padding is at the ends of rows, or with "left" at their beginnings, with its positions.
+    """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB, (2, seqlen), generator=generator)
     batch = {"input_ids": ids}
@@ -223,6 +226,13 @@ def make_batch(seqlen: int, family: str = "llama", padded: bool = False) -> dict
         for row, length in enumerate((seqlen - 9, seqlen // 2)):
             batch["attention_mask"][row, length:] = 0
             batch["labels"][row, length:] = -100
+    if padded == "left":
+        batch = {name: x.flip(1) for name, x in batch.items()}
+        real = batch["attention_mask"]
+        batch["position_ids"] = (real.cumsum(1) - 1).masked_fill(real == 0, 1)
+        # No token predicts the first one after padding.
+        first = real.cumsum(1) * real == 1
+        batch["labels"] = batch["labels"].masked_fill(first, -100)
     return batch
 
 

@@ -131,6 +131,8 @@ def layouts_and_mask(
     if given_mask is not None:
         checks.check_given_mask(given_mask, layout_q.seqlen, layout_kv.seqlen)
         return layouts, given_mask
+    checks.check_not_local("cu_seqlens", totals[0], layout_q, rank)
+    checks.check_not_local("cu_seqlens_k", totals[1], layout_kv, rank)
     mask = Mask(
         layout_q.seqlen,
         layout_kv.seqlen,

@@ -30,6 +30,9 @@ from ring_attn.values.compiling import cached, kept
 
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
 
+# One mask, one mask of each batch entry, or for each batch entry one mask of each group of heads.
+Masks = Mask | Sequence[Mask] | Sequence[Sequence[Mask]]
+
 
 @dataclass(frozen=True)
 class Options:
@@ -159,10 +162,10 @@ class _Scores(TypedDict, total=False):
     window_size: Sequence[int]
     softcap: float
     sinks: Tensor | None
-    mask: Mask | None
 
 
 class _Documents(_Scores, total=False):
+    mask: Masks | None
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
 
@@ -200,6 +203,7 @@ class AttentionOptions(_Basics, _Documents, DistributedOptions, total=False):
 class DecodeOptions(_Basics, _Scores, _Execution, total=False):
     """All options of `tree_decode` except `return_lse`."""
 
+    mask: Mask | None
     group: Group
     layout: SequenceLayout | None
     cache_seqlens: int | Tensor | None

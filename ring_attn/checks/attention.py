@@ -10,6 +10,7 @@ argument that is wrong on every rank raises an error on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping, Sequence
+from difflib import get_close_matches
 from typing import cast
 
 import torch
@@ -295,13 +296,67 @@ def check_name(option: str, name: object) -> str:
     return cast(str, name)
 
 
+# Names of arguments in other packages, and what to pass here.
+OTHER_NAMES = {
+    "attention_bias": "no bias: only masks (mask=ring_attn.masks...) and softcap change scores",
+    "attention_mask": "cu_seqlens, or mask=ring_attn.masks... of the whole sequence",
+    "attn_bias": "no bias: only masks (mask=ring_attn.masks...) and softcap change scores",
+    "attn_mask": "mask=ring_attn.masks.from_dense(...), the mask of the whole sequence",
+    "block_mask": "mask=ring_attn.masks.blocks(...)",
+    "cu_seqlens_q": "cu_seqlens, the boundaries in the whole sequence",
+    "deterministic": "nothing, because results are always deterministic (see same_bits)",
+    "enable_gqa": "nothing, because heads of q share the heads of k and v if these are fewer",
+    "is_causal": "causal",
+    "key_padding_mask": "cu_seqlens, or mask=ring_attn.masks.documents(...)",
+    "max_seqlen_k": "nothing, because cu_seqlens_k has the lengths",
+    "max_seqlen_q": "nothing, because cu_seqlens has the lengths",
+    "mesh": "group",
+    "process_group": "group",
+    "return_attn_probs": "return_lse; no rank has all probabilities",
+    "return_softmax_lse": "return_lse",
+    "s_aux": "sinks",
+    "scale": "softmax_scale",
+    "scaling": "softmax_scale",
+    "score_mod": "softcap or sinks: other functions of scores are not built",
+    "sliding_window": "window_size=(left, right)",
+}
+
+# More arguments than q, k and v are options of another package by their place.
+POSITIONAL = (
+    "pass options by name, as their order differs from package to package: causal=, "
+    "softmax_scale=, cu_seqlens=, window_size="
+)
+
+
 def check_options(function: str, given: Iterable[str], known: type) -> None:
     """Refuse options that are not keys of the TypedDict `known`."""
     unknown = [name for name in given if name not in known.__annotations__]
-    if unknown:
+    if not unknown:
+        return
+    remedies = [
+        f"instead of {name} pass {OTHER_NAMES[name]}" for name in unknown if name in OTHER_NAMES
+    ]
+    similar = [
+        f"instead of {name} pass {match}"
+        for name in unknown
+        if name not in OTHER_NAMES
+        for match in get_close_matches(name, known.__annotations__, n=1)
+    ]
+    remedy = "; ".join(remedies + similar) or "leave these out"
+    raise TypeError(
+        f"{function} has no option {', '.join(unknown)}: {remedy}. Its options are "
+        f"{', '.join(known.__annotations__)}"
+    )
+
+
+def check_unknown(
+    function: str, positional: Sequence[object], unknown: Iterable[str], known: type
+) -> None:
+    """Refuse options that were passed by place, and options that do not exist."""
+    check_options(function, unknown, known)
+    if positional:
         raise TypeError(
-            f"options of {function} must be some of {list(known.__annotations__)}, got {unknown}: "
-            "leave these out"
+            f"{function} takes q, k and v by place, but got {len(positional)} more: {POSITIONAL}"
         )
 
 
@@ -379,6 +434,20 @@ def check_layout(
         raise ValueError(
             f"{name} of the group's rank {rank} must have {layout.shard_len(rank)} rows for layout "
             f"{layout}, got {rows}: {remedy}"
+        )
+
+
+def check_not_local(name: str, total: int | None, layout: SequenceLayout, rank: int) -> None:
+    """Refuse boundaries that end where this rank's rows end, before the end of the sequence.
+
+    They count the rows of one rank. Rows after the last boundary would be padding.
+    """
+    if layout.world_size > 1 and 0 < layout.shard_len(rank) == (total or 0) < layout.seqlen:
+        raise ValueError(
+            f"{name} must have the boundaries in the whole sequence of {layout.seqlen} rows, but "
+            f"it ends at {total}, where the rows of rank {rank} end: pass the same, global "
+            "boundaries on every rank; if the other rows are padding, pass the end of the sequence "
+            "as one more boundary"
         )
 
 

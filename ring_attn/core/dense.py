@@ -38,22 +38,27 @@ def of_block_mask(mask: Any) -> Mask:
     if lists.size(0) != 1 or lists.size(1) != 1:
         raise NotImplementedError(
             "a BlockMask must have one batch entry and one head, got (batch, heads) = "
-            f"{tuple(lists.shape[:2])}: create it with B=None, H=None; masks that differ by head "
-            "are not supported"
+            f"{tuple(lists.shape[:2])}: masks.each_of_blocks returns the mask of each"
         )
+    return of_entry(mask, entry=0, head=0)
+
+
+def of_entry(mask: Any, entry: int, head: int) -> Mask:
+    """Return the mask of a batch entry and a head of a `BlockMask`."""
     rows, cols = mask.BLOCK_SIZE
     seqlens = mask.seq_lengths
     shape = -(-seqlens[0] // rows), -(-seqlens[1] // cols)  # blocks, rounded up
-    partial = _listed(mask.kv_num_blocks, mask.kv_indices, shape)
+    partial = _listed(mask.kv_num_blocks[entry, head], mask.kv_indices[entry, head], shape)
     full = torch.zeros(shape, dtype=torch.bool, device="cpu")
     if mask.full_kv_num_blocks is not None:
-        full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
+        counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
+        full = _listed(counts[entry, head], indices[entry, head], shape)
     slices = list(of_blocks(full, (rows, cols), seqlens))
     # First position of each partly visible block, (blocks, 2).
     starts = partial.nonzero() * torch.tensor([rows, cols], device="cpu")
     blocks_at_once = EVALUATED // (rows * cols) or 1
     for some in starts.split(blocks_at_once) if len(starts) else ():
-        for (i, j), seen in zip(some.tolist(), _evaluated(mask, some), strict=True):
+        for (i, j), seen in zip(some.tolist(), _evaluated(mask, some, entry, head), strict=True):
             # The last blocks may reach beyond the sequence.
             seen = seen[: seqlens[0] - i, : seqlens[1] - j]
             slices += [s.moved(i, j) for s in of_dense(seen)]
@@ -61,7 +66,7 @@ def of_block_mask(mask: Any) -> Mask:
     return Mask.of_disjoint(seqlens[0], seqlens[1], slices, f"a BlockMask of {rows} x {cols}")
 
 
-def _evaluated(mask: Any, starts: Tensor) -> Tensor:
+def _evaluated(mask: Any, starts: Tensor, entry: int, head: int) -> Tensor:
     """Evaluate the function of a BlockMask in some blocks.
 
     torch calls the function with scalar positions, since a function that reduces would give another
@@ -70,6 +75,8 @@ def _evaluated(mask: Any, starts: Tensor) -> Tensor:
     Args:
         mask: the `BlockMask`.
         starts: (blocks, 2) first query and first key of each block.
+        entry: the batch entry that the function gets.
+        head: the head that the function gets.
 
     Returns:
         (blocks, rows, cols) booleans on the CPU.
@@ -80,10 +87,10 @@ def _evaluated(mask: Any, starts: Tensor) -> Tensor:
     first = starts.to(device)
     last_query, last_key = (n - 1 for n in mask.seq_lengths)
 
-    def of_block(block: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def of_block(block: Tensor, zero: Tensor, i: Tensor, j: Tensor) -> Tensor:
         i = torch.clamp(first[block, 0] + i, max=last_query)
         j = torch.clamp(first[block, 1] + j, max=last_key)
-        seen = mask.mask_mod(torch.zeros_like(block), head, i, j)
+        seen = mask.mask_mod(torch.full_like(block, entry), zero + head, i, j)
         return torch.as_tensor(seen, device=device).bool()
 
     rows, cols = mask.BLOCK_SIZE
@@ -95,7 +102,7 @@ def _evaluated(mask: Any, starts: Tensor) -> Tensor:
 def _listed(counts: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return the key blocks listed for each query block, as booleans."""
     seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
-    for row, (count, listed) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
+    for row, (count, listed) in enumerate(zip(counts.tolist(), indices, strict=True)):
         seen[row, listed[:count].cpu().long()] = True
     return seen
 

@@ -10,12 +10,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import product, zip_longest
 from numbers import Integral, Real
+from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.mask import Mask
+from ring_attn.core.mask import Mask, Slice
 
 # The values that JSON keeps as they are.
 Plain = None | bool | int | str | Sequence["Plain"] | Mapping[str, "Plain"]
@@ -79,6 +82,88 @@ def shown(value: object) -> str:
     else:
         text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 20]}... ({len(text)} characters)"
+
+
+# The longest text of the facts of layouts and masks that ranks exchange after a difference.
+MAX_DETAILS = 1 << 20
+
+
+def details(values: Mapping[str, object]) -> str:
+    """Return the facts of a call's layouts and mask as JSON, to find where they differ.
+
+    Facts that are too long are left out.
+    """
+    known = {}
+    for name in ("layout", "mask"):
+        value = values.get(name)
+        each = value if isinstance(value, tuple) else (value,)
+        known[name] = [facts(x) for x in each if isinstance(x, (SequenceLayout, Mask))]
+    text = json.dumps(known)
+    return text if len(text) <= MAX_DETAILS else "{}"
+
+
+def places_of_difference(of_ranks: Mapping[str, str]) -> dict[str, str]:
+    """Return where layouts and masks first differ, by "layout" or "mask".
+
+    `of_ranks` has the `details` of each rank, by the rank's name; the first rank is compared with
+    the others.
+    """
+    parsed = {name: json.loads(text) for name, text in of_ranks.items()}
+    first, *others = parsed
+    places: dict[str, str] = {}
+    for kind, other in product(("layout", "mask"), others):
+        pairs = zip(parsed[first].get(kind, ()), parsed[other].get(kind, ()), strict=False)
+        found = [_first_difference(kind, one, another) for one, another in pairs]
+        where = next((text for text in found if text is not None), None)
+        if where is not None and kind not in places:
+            of_first, of_other = where
+            places[kind] = f"{of_first} on {first}, {of_other} on {other}"
+    return places
+
+
+# Parsed JSON has no types.
+def _first_difference(kind: str, one: Any, other: Any) -> tuple[str, str] | None:
+    """Return the first position or slice in which two layouts or masks differ, and its values."""
+    if one == other:
+        return None
+    if kind == "mask":
+        pairs = enumerate(zip_longest(one[2], other[2]))
+        return next(
+            ((f"slice {i} is {_shown_slice(a)}", _shown_slice(b)) for i, (a, b) in pairs if a != b),
+            (f"{one[0]} queries and {one[1]} keys", f"{other[0]} and {other[1]}"),
+        )
+    holders, others = _holders(one), _holders(other)
+    seqlen = max(holders.size(1), others.size(1))
+    holders, others = (
+        pad(each, (0, seqlen - each.size(1)), value=-1) for each in (holders, others)
+    )
+    position = int((holders != others).any(0).nonzero()[0])
+    of_one, of_other = (_place(each[:, position].tolist()) for each in (holders, others))
+    return f"position {position} is {of_one}", of_other
+
+
+def _holders(layout: Any) -> torch.Tensor:
+    """Return (2, seqlen): the rank that holds each position, and its row there."""
+    ends = [start + (length - 1) * stride + 1 for runs in layout for start, length, stride in runs]
+    holders = torch.full((2, max(ends, default=0)), -1)
+    for rank, runs in enumerate(layout):
+        row = 0
+        for start, length, stride in runs:
+            positions = slice(start, start + (length - 1) * stride + 1, stride)
+            holders[0, positions] = rank
+            holders[1, positions] = torch.arange(row, row + length)
+            row += length
+    return holders
+
+
+def _place(place: Sequence[int]) -> str:
+    rank, row = place
+    return "on no rank" if rank < 0 else f"row {row} of the group's rank {rank}"
+
+
+# Parsed JSON has no types.
+def _shown_slice(numbers: Any) -> str:
+    return "missing" if numbers is None else str(Slice._make(numbers))
 
 
 def _runs(layout: SequenceLayout, rank: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.core.dense import of_block_mask, of_blocks, of_dense
+from ring_attn.core.dense import of_block_mask, of_blocks, of_dense, of_entry
 from ring_attn.core.mask import Mask, Slice, check_number_of_slices
 from ring_attn.values.checks import as_int, as_tuple, check_type
 
@@ -316,7 +316,8 @@ def blocks(
     Raises:
         ValueError: the shape or the lengths do not fit.
         TypeError: `mask` is neither a tensor nor a `BlockMask`.
-        NotImplementedError: the `BlockMask` has several heads or batch entries.
+        NotImplementedError: the `BlockMask` has several heads or batch entries; see
+            `each_of_blocks`.
 
     Example:
         >>> blocks(torch.tensor([[1, 0], [1, 1]]).bool(), 2).area
@@ -339,6 +340,33 @@ def blocks(
     slices = list(of_blocks(mask, (rows, cols), (num_queries, num_keys)))
     words = f"{int(mask.sum())} blocks of {rows} x {cols}"
     return Mask.of_disjoint(num_queries, num_keys, slices, words)
+
+
+# `Any`: a `BlockMask`, whose module loads the compiler when it is imported.
+def each_of_blocks(mask: Any) -> list[list[Mask]]:
+    """Return the masks of a `BlockMask` that differ by batch entry or head, for `ring_attention`.
+
+    Args:
+        mask: a `BlockMask` of `torch.nn.attention.flex_attention`, for any number of batch entries
+            and heads. Its `mask_mod` is evaluated in partly visible blocks.
+
+    Returns:
+        For each batch entry of the `BlockMask`, the mask of each of its heads.
+
+    Raises:
+        TypeError: `mask` is not a `BlockMask`.
+
+    Example:
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> of_batch = lambda b, h, i, j: (j <= i) & (j < 4 - b)  # noqa: E731
+        >>> block_mask = create_block_mask(of_batch, 2, None, 4, 4, device="cpu")
+        >>> [[mask.area for mask in heads] for heads in each_of_blocks(block_mask)]
+        [[10], [9]]
+    """
+    if not hasattr(mask, "kv_num_blocks"):
+        raise TypeError(f"mask must be a BlockMask, got {type(mask).__name__}")
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    return [[of_entry(mask, entry, head) for head in range(heads)] for entry in range(batch)]
 
 
 def _length_of_blocks(name: str, length: int | None, *, count: int, size: int) -> int:

@@ -41,7 +41,7 @@ from ring_attn.planning.choice import (
     format_bytes,
     format_seconds,
 )
-from ring_attn.planning.devices import find_cluster, with_backend
+from ring_attn.planning.devices import DEVICES, builtin_cluster, find_cluster, with_backend
 from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.strategies.registry import code_of, why_not_same_bits
 from ring_attn.values import checks as values
@@ -91,7 +91,7 @@ def explain(
     backend: str = "auto",
     same_bits: bool | None = None,
     backward: bool = True,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
     device_type: str | None = None,
     memory_bytes: float | None = None,
     effort: Effort = "names",
@@ -124,7 +124,8 @@ def explain(
         backend: "auto", or a name.
         same_bits: as for `ring_attention`: True refuses strategies without it.
         backward: whether to include the backward.
-        cluster: description of the ranks; None reads the file RING_ATTN_CLUSTER, written by
+        cluster: description of the ranks, or the name of a built-in device, such as "h100"; None
+            reads the file RING_ATTN_CLUSTER, written by
             `ring-attn calibrate`, or takes the built-in one for this machine's device.
         device_type: "cuda" or "cpu"; None is the cluster's.
         memory_bytes: memory of a rank for its inputs and the call; None is the device's memory.
@@ -191,9 +192,7 @@ def explain(
     cu_k = checks.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
     checks.check_documents(cu_q, cu_k)
     mask = Mask(seqlen, seqlen_k, causal, window, cu_q, cu_q if cu_k is None else cu_k)
-    if cluster is None:
-        cluster = find_cluster(device_type, world_size)
-    values.check_type("cluster", cluster, Cluster)
+    cluster = _cluster_of(cluster, device_type, world_size)
     if device_type is None:
         device_type = "cuda" if cluster.device.memory_bytes else "cpu"
     spec = AttentionSpec(device_type, dtype, batch, nheads, nheads_kv, headdim, headdim_v, softcap)
@@ -213,6 +212,17 @@ def explain(
         tuple(sorted({0, seqlen, *(cu_q or ())})),
     )
     return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
+
+
+def _cluster_of(cluster: Cluster | str | None, device_type: str | None, world_size: int) -> Cluster:
+    """Return a user's cluster, the built-in cluster of a device, or this machine's cluster."""
+    if cluster is None:
+        return find_cluster(device_type, world_size)
+    if isinstance(cluster, str):
+        values.check_one_of("cluster", cluster.upper(), [*DEVICES])
+        return builtin_cluster(cluster.upper())
+    values.check_type("cluster", cluster, Cluster, "a Cluster or the name of a device")
+    return cluster
 
 
 @without_garbage_collection()

@@ -297,7 +297,7 @@ def causal_conv(
     with _checked(layout, cu_seqlens, group) as (maps, runs):
         before = as_int("width", width, least=1) - 1
         around = halo(x, layout, before, group=group, dim=dim)
-        outs = [] if runs else [conv(around[0]).narrow(dim, 0, 0)]
+        outs = [] if runs else [_without_rows(conv, around[0], dim)]
         for whole, pieces in zip(around, runs, strict=False):
             for piece in pieces:
                 # Rows of the same document before the piece; rows of other documents count as
@@ -308,6 +308,18 @@ def causal_conv(
                 seen = whole.narrow(dim, row - known, known + piece.length)
                 outs.append(conv(seen).narrow(dim, known, piece.length))
         return torch.cat(outs, dim)
+
+
+def _without_rows(conv: Callable[[Tensor], Tensor], around: Tensor, dim: int) -> Tensor:
+    """Run a convolution on a rank without rows, and return a result without rows.
+
+    `around` has the `width - 1` zeros before the empty run. One row is added, because torch's
+    convolutions refuse inputs without rows.
+    """
+    shape = list(around.shape)
+    shape[dim] = 1
+    row_of_zeros = around.new_zeros(shape)
+    return conv(torch.cat([around, row_of_zeros], dim)).narrow(dim, 0, 0)
 
 
 @contextmanager
@@ -325,6 +337,7 @@ def _checked(
         given = checks.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
         rows = layout.shard_len(rank) if rank < layout.world_size else 0
         checks.check_layout("x", layout, rows, max(given, default=None), rank, world_size)
+        checks.check_not_local("cu_seqlens", max(given, default=None), layout, rank)
         cuts = tuple(sorted({0, *given, layout.seqlen}))
         yield Maps(layout, cuts, process_group, matrix), pieces_of(layout, rank, cuts)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.core.facts import Facts, digest, shown
+from ring_attn.core.facts import Facts, details, digest, shown
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.transport import streams
 from ring_attn.transport.buffers import Pool
@@ -87,6 +87,11 @@ class Agreement:
         return {name: (shown(value), digest(value)) for name, value in self.values.items()}
 
     @cached_property
+    def details(self) -> str:
+        """The facts of layouts and masks, to find where they differ."""
+        return details(self.values)
+
+    @cached_property
     def digest(self) -> bytes:
         """A hash of the facts of all values, 16 bytes."""
         return bytes.fromhex(digest(self.values))
@@ -97,13 +102,13 @@ def as_facts(texts: Mapping[str, str]) -> Facts:
     return {name: (text, text) for name, text in texts.items()}
 
 
-def difference(reports: Mapping[int, Facts]) -> str | None:
-    """Return a sentence for each differing fact, with the ranks' values; None if all are equal.
+def differences(reports: Mapping[int, Facts]) -> dict[str, str]:
+    """Return a sentence for each differing fact, by its name, with the ranks' values.
 
     `reports` are facts by global rank. Different calls have other arguments, which are not
     compared.
     """
-    differences = []
+    found = {}
     for name in ["call", *sorted({name for report in reports.values() for name in report})]:
         values = {rank: tuple(report.get(name, ("",) * 2)) for rank, report in reports.items()}
         (usual, fact), _ = Counter(values.values()).most_common(1)[0]
@@ -114,15 +119,17 @@ def difference(reports: Mapping[int, Facts]) -> str | None:
                 odd.setdefault(f"another {text}" if text == usual else text, []).append(rank)
         if not odd:
             continue
+        odd_ranks = {rank for ranks in odd.values() for rank in ranks}
         others = [
             f"{rank_name(ranks if len(ranks) > 1 else ranks[0])} has {text}"
             for text, ranks in odd.items()
         ]
-        rest = len(values) - sum(map(len, odd.values()))
-        differences.append(f"{name}: {', '.join(others)}, the other {rest} have {usual}")
+        rest = [rank for rank in values if rank not in odd_ranks]
+        of_rest = f"the other {len(rest)} have" if len(rest) > 1 else f"{rank_name(rest[0])} has"
+        found[name] = f"{name}: {', '.join(others)}, {of_rest} {usual}"
         if name == "call":
             break
-    return "; ".join(differences) or None
+    return found
 
 
 class Transport:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.core.facts import Facts
+from ring_attn.core.facts import Facts, places_of_difference
 from ring_attn.core.program import Channel, Collective, Hop
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import capture, groups, streams
@@ -42,12 +42,13 @@ from ring_attn.transport.base import (
     Transport,
     TransportStats,
     as_facts,
+    gather_texts,
     rank_name,
 )
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.calls import NOTHING, Waiting
-from ring_attn.transport.ranks.errors import describe_error, mark_counted
+from ring_attn.transport.ranks.errors import Disagreement, describe_error, mark_counted, noticed
 from ring_attn.transport.ranks.group import RankGroup, rank_group
 from ring_attn.transport.ranks.identity import (
     Identity,
@@ -58,6 +59,7 @@ from ring_attn.transport.ranks.identity import (
     report_values,
 )
 from ring_attn.transport.ranks.links import GlooLink, NcclChannel, NcclLink
+from ring_attn.transport.ranks.rendezvous import DifferentError, MissingRanksError
 from ring_attn.transport.streams import Event, Stream
 
 # Seconds that a rank may take to connect and to compile, before its first exchange.
@@ -121,7 +123,7 @@ class P2PTransport(Transport):
             sums = {name: int(checksum(x)) for name, x in values.items() if x is not None}
             call = kind if number is None else f"{kind} {number}"
             texts = {"call": call, **report_values(current_step(), sums)}
-            self.compare(as_facts(texts) | agreement.report, device)
+            self.compare(as_facts(texts), agreement, device)
         shared.refuse_fork()
         shared.connection.check_device(device)
         calls = shared.calls
@@ -147,7 +149,7 @@ class P2PTransport(Transport):
                 self._made.append((kind, agreement.digest))
         except BaseException as error:
             mark_counted(error)
-            shared.failure.fail(f"{calls.current or kind} ended by {describe_error(error)}")
+            shared.failure.fail(f"{describe_error(error)}, in {calls.current or kind}")
             calls.unchecked = False  # the user has the error
             self._forget()
             raise
@@ -161,18 +163,33 @@ class P2PTransport(Transport):
         if (kind, agreement.digest) not in self._made:
             capture.refuse(f"make the same {kind} call once before the capture")
 
-    def compare(self, report: Facts, device: torch.device) -> None:
-        """Refuse ranks whose calls differ, on every rank, before they send a message."""
-        differs = self._difference("arguments", report, device)
-        if differs is not None:
-            error = ValueError(f"ranks disagree on the call; {differs}")
-            self._shared.refuse_call(error)
-            raise error
+    def compare(self, texts: Facts, agreement: Agreement, device: torch.device) -> None:
+        """Refuse ranks whose calls differ, on every rank, before they send a message.
 
-    def _difference(self, what: str, report: Facts, device: torch.device) -> str | None:
+        `texts` are the facts of the call that its agreement does not have.
+        """
+        report = texts | agreement.report
+        found = self._difference("arguments", report, device)
+        if found is None:
+            return
+        places = self._places(agreement, device) if found.has_places else {}
+        error = ValueError(found.text(places))
+        self._shared.refuse_call(error)
+        raise error
+
+    def _difference(self, what: str, report: Facts, device: torch.device) -> Disagreement | None:
         """Return how facts differ that all ranks report through the store, without a message."""
         with self.call(f"compare {what}", COMPARING, device):
             return self._shared.difference(report, self._timeout_s)
+
+    def _places(self, agreement: Agreement, device: torch.device) -> dict[str, str]:
+        """Return the first places where the layouts and masks of all ranks differ."""
+        counts = vars(self.stats).copy()
+        with self.call("compare layouts and masks", COMPARING, device):
+            texts = gather_texts(self, agreement.details, device)
+        vars(self.stats).update(counts)
+        names = map(rank_name, self.global_ranks)
+        return places_of_difference(dict(zip(names, texts, strict=True)))
 
     def check_even(self, rows: tuple[int, int], device: torch.device) -> None:
         """Refuse ranks with different numbers of rows of q and k; compare each numbers once."""
@@ -182,7 +199,7 @@ class P2PTransport(Transport):
         here = as_facts({"rows": f"{rows[0]} rows of q and {rows[1]} of k"})
         uneven = self._difference("rows", here, device)
         if uneven is not None:
-            raise _uneven_rows(uneven)
+            raise _uneven_rows("; ".join(uneven.facts.values()))
         calls.even_rows.add(rows)
 
     def check(self) -> None:
@@ -235,7 +252,10 @@ class P2PTransport(Transport):
         connection, cannot_meet = self._shared.connection, self._shared.failure.cannot_meet
         here, ready = connection.next_rendezvous(), connection.next_rendezvous()
         here.arrive(as_facts({"backend": backend}))
-        here.wait(self._timeout_s, cannot_meet)
+        try:
+            here.wait(self._timeout_s, cannot_meet)
+        except (DifferentError, MissingRanksError) as error:
+            raise self._not_prepared(str(error)) from error
         counts = vars(self.stats).copy()
         try:
             prepare()
@@ -244,8 +264,19 @@ class P2PTransport(Transport):
             raise
         vars(self.stats).update(counts)
         ready.arrive()
-        ready.wait(PREPARE_S, cannot_meet)
+        try:
+            ready.wait(PREPARE_S, cannot_meet)
+        except MissingRanksError as error:
+            loading = ": they are still preparing their backend, such as compiling kernels"
+            cause = f"{error}{loading if error.is_unexplained else ''}"
+            raise self._not_prepared(cause) from error
         prepared.add((kind, backend))
+
+    def _not_prepared(self, cause: str) -> RuntimeError:
+        """End the group before its first call of a kind; return the error."""
+        self._shared.failure.fail(cause, shared=True)
+        name, call = self._shared.member.name, self._shared.calls.current
+        return RuntimeError(noticed(cause, f"when {name} prepared {call}, the first of its kind"))
 
     def _among(self, members: Ranks) -> P2PTransport:
         return P2PTransport(self._shared, self._timeout_s, self._options, members, self.stats)
@@ -428,14 +459,18 @@ class P2PTransport(Transport):
     ) -> RuntimeError:
         failure, peer_rank = self._shared.failure, self.global_ranks[peer]
         timed_out = elapsed > self._timeout_s - 2e-3  # gloo counts whole milliseconds
-        died = f"the peer crashed, hung or never made this call ({describe_error(error)})"
-        reason = failure.error or failure.reason(peer_rank, timed_out=timed_out) or died
-        text = (
-            f"ring step {step}: {self._shared.member.name} could not {what} "
-            f"{rank_name(peer_rank)} after {elapsed:.1f} s, timeout {self._timeout_s:g} s: {reason}"
+        crashed = (
+            f"{rank_name(peer_rank)} crashed, hung or never made this call "
+            f"({describe_error(error)})"
         )
-        failure.fail(text)
-        return RuntimeError(f"{text}. Nothing is kept between calls: restart from a checkpoint")
+        reason = failure.error or failure.reason(peer_rank, timed_out=timed_out) or crashed
+        failure.fail(str(reason), shared=True)
+        call = self._shared.calls.current
+        place = (
+            f"in ring step {step} of {call}: {self._shared.member.name} could not {what} "
+            f"{rank_name(peer_rank)} after {elapsed:.1f} s, timeout {self._timeout_s:g} s"
+        )
+        return RuntimeError(noticed(str(reason), place))
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions, P2PTransport]] = (

@@ -162,7 +162,15 @@ BACKENDS: list[Bad] = [
 BOTH: list[Bad] = [
     type_error("q must be a plain dense tensor|.to_local()", lambda: {"q": dtensor(1, ROWS, 4, 8)}),
     value_error("mask|window", mask=masks.causal(SEQLEN), window_size=(3, 0)),
-    type_error("is_causal", is_causal=True),
+    type_error("instead of is_causal pass causal", is_causal=True),
+    type_error("from_dense|whole sequence", attn_mask=torch.ones(2, 2)),
+    type_error("instead of attention_mask pass cu_seqlens", attention_mask=torch.ones(1, 2)),
+    type_error("instead of scale pass softmax_scale", scale=0.2),
+    type_error("no bias|softcap", attn_bias=torch.ones(2, 2)),
+    type_error("instead of score_mod pass softcap", score_mod=max),
+    type_error("instead of return_softmax_lse pass return_lse", return_softmax_lse=True),
+    type_error("instead of windowsize pass window_size", windowsize=(3, 0)),
+    type_error("no option no_such_option: leave these out", no_such_option=1),
     value_error("softmax_scale|positive|0", softmax_scale=0.0),
     value_error("positive|-0.2", softmax_scale=-0.2),
     value_error("softmax_scale|1e-46", softmax_scale=1e-46),
@@ -219,6 +227,9 @@ ATTENTION: list[Bad] = [
     type_error("mask|from_dense|masks.blocks|Tensor", mask=torch.ones(2, 2)),
     value_error("rows in dim 1", heads_first(layout=zigzag(SEQLEN))),
     value_error("seqlen=12|16", packed(0, SEQLEN + 4, layout=zigzag(SEQLEN))),
+    value_error(
+        "whole sequence of 12 rows|ends at 6|global", packed(0, 2, ROWS, layout=zigzag(SEQLEN))
+    ),
     value_error("cu_seqlens|15", cu_seqlens=ints(0, 15), layout=zigzag(SEQLEN)),
     value_error("cu_seqlens_k needs cu_seqlens", cu_seqlens_k=ints(0, SEQLEN)),
     value_error(
@@ -359,6 +370,15 @@ def test_wrong_values_are_refused() -> None:
     ):
         with no_communication():
             assert_named(call, TAKEN, OTHER_WORDS, runs=(None, AssertionError))
+
+
+@on_ranks(2)
+def test_options_by_place_are_refused() -> None:
+    """Packages have them in other orders: dropout, masks or scales come next to v."""
+    for function in (ring_attention, tree_decode):
+        call: Any = function
+        with no_communication(), refused(TypeError, "takes q, k and v by place|2 more|causal="):
+            call(*good().values(), 0.0, None)
 
 
 @on_ranks(2)

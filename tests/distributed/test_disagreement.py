@@ -7,6 +7,7 @@ sent; otherwise the messages show it. Each trial has its own process group.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,14 @@ from tests.refusals import refused, says
 pytestmark = pytest.mark.gloo
 
 
+# How the errors begin where ranks are in different calls.
+HEADS = {
+    "refused": r"global rank \d refused the call; call: ",
+    "backwards swapped": "ranks run their backwards in different orders; call: ",
+    "backward left out": r"global ranks? .* left out a backward, or made one call more",
+}
+
+
 def check(strategy: str, odd_rank: int, names: Iterable[str]) -> None:
     """Differs in every way, each in a group of its own."""
     odd = dist.get_rank() == odd_rank
@@ -77,7 +86,8 @@ def check(strategy: str, odd_rank: int, names: Iterable[str]) -> None:
         met = not any("could not form the ring" in one.text for one in reported)
         if name != "late" and met:
             # Some rank has seen the reason, and reported it to the others.
-            assert all("call differs" in one.text for one in reported), (strategy, name, reported)
+            head = HEADS.get(name, "ranks disagree on the call;")
+            assert all(re.match(head, one.text) for one in reported), (strategy, name, reported)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -222,9 +232,8 @@ def test_a_rank_that_skips_a_step(steps: tuple[int, ...]) -> None:
     finally:
         set_step(None)
     assert got.error is RuntimeError, got
-    assert says(got.text, "step: global rank|has 2|have 1") or says(
-        got.text, "step: global rank|has 1|have 2"
-    )
+    # A rank compares its call with that of one other rank.
+    assert says(got.text, "step: global rank|has 2|has 1|left out or repeated a step"), got
 
 
 # -- debug mode
@@ -288,3 +297,47 @@ def test_a_rank_that_makes_no_call_is_named(kind: str) -> None:
         got = ended(partial(prepare, group, transport=options) if kind == "prepare" else call)
     assert got.error is RuntimeError, got
     assert says(got.text, f"[{ODD}] did not arrive within {options.timeout:g} s"), got.text
+
+
+@on_ranks(2)
+def test_the_first_position_that_differs_is_named() -> None:
+    """In a call whose messages show it, and with the check before the call."""
+    rank = dist.get_rank()
+    layout = SequenceLayout.zigzag(16, 2) if rank else SequenceLayout.contiguous(16, 2)
+    x = torch.ones(1, 8, 2, 8)
+    for value in (None, "1"):
+        group = dist.new_group()
+        with debug(value):
+            got = ended(partial(ring_attention, x, x, x, layout=layout, group=group))
+        assert got.error is (ValueError if value else RuntimeError), got
+        assert "(position 4 is row 4 of the group's rank 0 on global rank 0, " in got.text, got
+        assert got.text.startswith("ranks disagree on the call; layout: "), got
+
+
+@pytest.mark.parametrize("formed", [True, False])
+@on_ranks(2)
+def test_groups_in_another_order_are_named(formed: bool) -> None:
+    """Each rank waits in one group for the other, at the first calls of the groups or later."""
+    groups, rank = [dist.new_group(), dist.new_group()], dist.get_rank()
+    options = TransportOptions(timeout=roomy(1.5))
+    if formed:
+        for group in groups:
+            call(group)
+    got = everyone(ended(partial(call, groups[rank], transport=options)))
+    assert all(one.error is RuntimeError for one in got), got
+    # A rank whose time is up first has closed its connections, which the other one sees.
+    named = [one.text for one in got if "of another group, the group of global ranks" in one.text]
+    assert named and "in the same order on every rank" in named[0], got
+
+
+@on_ranks(2)
+def test_a_backward_left_out_is_named() -> None:
+    """A rank ends after its forward: nothing is known of it but that it does not wait."""
+    group, rank = dist.new_group(), dist.get_rank()
+    out = call(group, backward=False, transport=TransportOptions(timeout=roomy(1.0)))
+    got = ended(lambda: out.sum().backward()) if rank == 0 else None
+    dist.barrier()
+    if got is not None:
+        assert got.error is RuntimeError, got
+        words = "global rank 1 did not run backward|left this backward out|0 * out.sum()|Noticed in"
+        assert says(got.text, words), got

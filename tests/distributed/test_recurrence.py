@@ -136,6 +136,25 @@ def test_bytes_do_not_depend_on_the_length_and_nan_stays_in_its_document(way: st
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("width", [1, 3])
+@on_ranks(2)
+def test_a_convolution_on_a_rank_without_rows(width: int) -> None:
+    """One row on two ranks: torch's convolution refuses an input without rows."""
+    layout, rank = SequenceLayout.contiguous(1, 2), dist.get_rank()
+    torch.manual_seed(0)
+    whole, weight = torch.randn(2, 1, 4), torch.randn(4, 1, width)
+    own = layout.shard(whole, rank).requires_grad_()
+
+    def conv(rows: Tensor) -> Tensor:
+        return functional.conv1d(functional.pad(rows.mT, (width - 1, 0)), weight, groups=4).mT
+
+    out = causal_conv(conv, own, width, layout=layout)
+    (gradient,) = torch.autograd.grad(out.sum(), own)
+    assert torch.equal(unshard(out.detach(), layout), conv(whole))
+    assert torch.equal(unshard(gradient, layout), weight[:, 0, -1].expand(2, 1, 4))
+
+
+@pytest.mark.gloo
 @on_ranks(2)
 def test_outputs_can_be_changed_in_place() -> None:
     layout = SequenceLayout.zigzag(40, 2)

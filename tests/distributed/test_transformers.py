@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+)
 
-from ring_attn import SequenceLayout, shard_batch
+from ring_attn import SequenceLayout, shard_batch, unshard
 from ring_attn.integrations.transformers import register
 from ring_attn.integrations.transformers.cache import NOT_WITH_CACHE
 from ring_attn.testing import noisy_runs
@@ -22,6 +26,7 @@ from tests.cold import assert_compiles
 from tests.distributed.pool import Pools, on_ranks
 from tests.hf_models import (
     CONFIGS,
+    GQA,
     HYBRIDS,
     IMAGE,
     VOCAB,
@@ -49,7 +54,7 @@ class How(NamedTuple):
     """A training step of a family on split rows.
 
     Attributes:
-        padded: there is padding at the end.
+        padded: there is padding at the end, or at the beginning ("left").
         computed_again: activation checkpointing runs the ring again in the backward; the layout
             is sent with the call, and differs from the registered layout.
         cuts: a single row of documents with these ends.
@@ -61,7 +66,7 @@ class How(NamedTuple):
     world_size: int = 2
     strategy: str = "ring"
     seqlen: int = SEQLEN
-    padded: bool = False
+    padded: bool | str = False
     computed_again: bool = False
     cuts: tuple[int, ...] = ()
     restarts: bool = False
@@ -157,6 +162,8 @@ def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         *(How(family) for family in CONFIGS),
         *(How(family, padded=True) for family in ("qwen2", "bert")),
+        How("qwen2", padded="left"),
+        How("llama4", "contiguous", padded="left"),
         How("llama4", "striped", 3, "ulysses"),
         How("gemma3_images", "contiguous", 3, "all_gather"),
         How("llama4", "striped", 3, "all_gather", padded=True),
@@ -262,6 +269,49 @@ def test_one_graph_for_several_lengths() -> None:
         assert_compiles(logits, calls, fullgraph=True, dynamic=True)
 
 
+@pytest.mark.gloo
+@on_ranks(2)
+def test_several_positions_for_each_token() -> None:
+    """Qwen2.5-VL: text, an image of 4 x 5 tokens, text. Positions are whole, then sharded."""
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    start, height, width, seqlen = 7, 4, 5, 41
+    grid = torch.stack(
+        [
+            torch.zeros(height, width),
+            torch.arange(height)[:, None].expand(-1, width),
+            torch.arange(width).expand(height, -1),
+        ]
+    ).flatten(1)  # (3, tokens of the image)
+    after = torch.arange(seqlen - start - height * width) + start + max(height, width)
+    text = [torch.arange(start).expand(3, -1), after.expand(3, -1)]
+    positions = torch.cat([text[0], grid + start, text[1]], 1).long()[:, None]  # (3, 1, seqlen)
+    ids = torch.randint(VOCAB, (1, seqlen), generator=torch.Generator().manual_seed(0))
+    layout, rank = SequenceLayout.zigzag(seqlen, 2), dist.get_rank()
+    part = shard_batch({"input_ids": ids, "position_ids": positions}, layout, rank)
+
+    def model_with(implementation: str) -> Any:
+        torch.manual_seed(0)
+        config = Qwen2_5_VLTextConfig(**GQA, rope_parameters=rope)
+        made: Any = Qwen2_5_VLTextModel._from_config(config, attn_implementation=implementation)
+        return made.eval()
+
+    def whole(model: Any) -> Tensor:
+        return model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+
+    with torch.no_grad(), register():
+        plain, model = model_with("eager"), model_with("ring_attn")
+        options = {"sequence_layout": layout, "use_cache": False}
+        out = model(**part, **options).last_hidden_state
+        noisy = noisy_runs(lambda: whole(plain))
+        with all_in_float64():
+            oracle = whole(plain.double())
+        assert_close("hidden states", unshard(out, layout), oracle, noisy)
+        local = {**part, "position_ids": positions[..., : part["input_ids"].size(1)]}
+        with refused(ValueError, f"position_ids of rank {rank} cannot be|get_rope_index"):
+            # Rank 0 has the first row: its positions can only be too large.
+            model(**{**local, "position_ids": local["position_ids"] + 3 * (rank == 0)}, **options)
+
+
 # -- refusals on every rank
 
 
@@ -337,7 +387,7 @@ REFUSALS = {
     "positions": (ValueError, "position_ids must be passed to LlamaForCausalLM"),
     "other layout": (ValueError, "position_ids of rank "),
     "documents": (ValueError, "pass cu_seq_lens_q and cu_seq_lens_k"),
-    "plain cache": (NotImplementedError, "pass a KV cache of `Registration.cache"),
+    "plain cache": (NotImplementedError, "pass past_key_values=ring.cache(model)"),
     "cache and layout": (ValueError, "sequence_layout must be left out"),
     "padded prompts": (NotImplementedError, "the prompts of a batch must have one length"),
     "assisted": (NotImplementedError, "cannot be cropped: assisted generation is not built"),

@@ -60,7 +60,7 @@ def test_a_name_comes_and_goes() -> None:
         ({"same_bits": 3}, TypeError, "same_bits must be"),
         ({"transport": 3}, TypeError, "transport must be"),
         ({"ignore": [3]}, TypeError, "each of ignore"),
-        ({"causal": True}, TypeError, "options of register must"),
+        ({"causal": True}, TypeError, "register has no option causal"),
     ],
 )
 def test_a_bad_registration(options: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -104,6 +104,7 @@ WINDOW = {"config": {"sliding_window": 4}}
 CHUNKS = {"config": {"attention_chunk_size": 5}}
 PADDING = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
 LEFT = PADDING.flip(1)
+BETWEEN = torch.tensor([[1] * 12, [1] * 7 + [0, 0, 1, 1, 1]])
 # Two adjacent images, one longer than the window; and one at the end.
 BLOCKS = torch.tensor([[-1, 0, 0, 1, 1, 1, 1, 1, 1, -1, -1, -1], [-1] * 7 + [4] * 5])
 APART = torch.tensor([[0] * 3 + [-1] * 6 + [0] * 3] * 2)
@@ -136,27 +137,35 @@ def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
         ("create_causal_mask", {**BY_IMAGE, "position_ids": ZIGZAG}, SLIDING),
         ("create_sliding_window_causal_mask", {**WINDOW, "block_sequence_ids": BLOCKS}, SLIDING),
         ("create_chunked_causal_mask", {**CHUNKS, "attention_mask": PADDING}, CHUNKED),
+        ("create_causal_mask", {"attention_mask": LEFT}, PLAIN),
+        ("create_bidirectional_mask", {"attention_mask": LEFT}, Rule(False, (-1, -1), None)),
+        ("create_sliding_window_causal_mask", {**WINDOW, "attention_mask": LEFT}, SLIDING),
+        ("create_chunked_causal_mask", {**CHUNKS, "attention_mask": LEFT}, CHUNKED),
     ],
 )
 def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rule: Rule) -> None:
     theirs = made_mask(make, "eager", **dict(options) | {"position_ids": None})[:, 0] == 0
     reported = made_mask(make, **dict(options))
-    needs_one = any(x is PADDING or x is BLOCKS or x is IMAGES for x in options.values())
+    marks = (PADDING, LEFT, BLOCKS, IMAGES)
+    needs_one = any(x is mark for x in options.values() for mark in marks)
     assert (reported is not None) == needs_one
     rows, beyond = (
-        (reported.rows, reported.beyond_windows) if reported else (((12, ()),) * 2, False)
+        (reported.rows, reported.beyond_windows) if reported else ((((0, 12), ()),) * 2, False)
     )
-    seen = mask_of(12, rows, rule, None, beyond).dense()
-    for row, one in enumerate(theirs.expand(2, -1, -1)):
-        real, a = rows[row][0], row * 12
-        assert torch.equal(seen[a : a + real, a : a + 12], one[:real])
-        assert not seen[a + real : a + 12].any() and not seen[a : a + 12, :a].any()
+    for row, one in zip(rows, theirs.expand(2, -1, -1), strict=True):
+        seen, (first, end) = mask_of(12, row, rule, None, beyond).dense(), row[0]
+        assert torch.equal(seen[first:end], one[first:end])
+        assert not seen[:first].any() and not seen[end:].any()
 
 
 @pytest.mark.parametrize(
     ("make", "options", "text"),
     [
-        ("create_causal_mask", {"attention_mask": LEFT}, "hides 5 of 24 tokens, some .*'right'"),
+        (
+            "create_causal_mask",
+            {"attention_mask": BETWEEN},
+            "hides 2 of 24 .* between",
+        ),
         ("create_causal_mask", {"block_sequence_ids": APART}, "not consecutive"),
         ("create_bidirectional_mask", {"or_mask_function": IMAGES}, "or_masks"),
         ("create_causal_mask", {"and_mask_function": IMAGES}, "blockwise"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from inspect import signature
@@ -15,10 +16,11 @@ from ring_attn import Mask, SequenceLayout, Strategy, TransportOptions, masks
 from ring_attn.attention.decode import planned_call
 from ring_attn.attention.operators import requested_call
 from ring_attn.call import checked_options
-from ring_attn.core.facts import digest, facts, shown
+from ring_attn.core.facts import details, digest, facts, places_of_difference, shown
 from ring_attn.core.mask import Slice
 from ring_attn.core.segments import Segment
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.transport.ranks.errors import Disagreement
 from ring_attn.transport.ranks.identity import Identity, checksum, set_step
 from tests.drawn import scattered
 from tests.refusals import refused
@@ -216,3 +218,52 @@ def test_a_step_is_part_of_an_identity() -> None:
     for wrong, error in ((-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)):
         with refused(error, "step must"):
             set_step(wrong)  # type: ignore[arg-type]
+
+
+def test_the_first_position_or_slice_that_differs() -> None:
+    one, other = SequenceLayout.zigzag(16, 2), SequenceLayout.contiguous(16, 2)
+    shorter = SequenceLayout.contiguous(15, 2)
+    spans = [masks.spans(16, [(3, end)]) for end in (9, 10)]
+
+    def places(a: dict[str, object], b: dict[str, object]) -> dict[str, str]:
+        return places_of_difference({"rank 0": details(a), "rank 1": details(b)})
+
+    assert places({"layout": (one, one)}, {"layout": (one, other)}) == {
+        "layout": "position 4 is row 0 of the group's rank 1 on rank 0, "
+        "row 4 of the group's rank 0 on rank 1"
+    }
+    assert "position 15 is row 7 of the group's rank 1 on rank 0, on no rank on rank 1" in str(
+        places({"layout": other}, {"layout": shorter})
+    )
+    assert places({"mask": spans[0]}, {"mask": spans[1]}) == {
+        "mask": "slice 1 is (q 3:9, k 0:9) on rank 0, (q 3:10, k 0:10) on rank 1"
+    }
+    assert places({"layout": one, "mask": spans[0]}, {"layout": one, "mask": spans[0]}) == {}
+
+
+@pytest.mark.parametrize(
+    ("calls", "head", "remedy"),
+    [
+        (("forward 4", "backward 3"), "global rank 0 left out a backward", "0 \\* out.sum"),
+        (("backward 2", "backward 3"), "ranks run their backwards in different", "same order"),
+        (("refused by ValueError: x", "forward 3"), "global rank 0 refused", "Correct"),
+        (("prepare 1", "forward 1"), "ranks are in different calls", "same calls in the same"),
+    ],
+)
+def test_ranks_in_different_calls(calls: tuple[str, str], head: str, remedy: str) -> None:
+    reports = {rank: {"call": (call, call)} for rank, call in enumerate(calls)}
+    found = Disagreement.of(reports)
+    assert found is not None and re.match(f"{head}.*; call: .*{remedy}", found.text()), found
+
+
+def test_remedies_follow_from_what_differs() -> None:
+    def text(*names: str) -> str:
+        values = {rank: {name: (str(rank), str(rank)) for name in names} for rank in range(3)}
+        found = Disagreement.of(values)
+        assert found is not None
+        return found.text()
+
+    assert text("layout").endswith("Pass the same layout on every rank")
+    assert text("causal", "nheads").endswith("Pass the same causal on every rank")
+    assert "torch.no_grad" in text("requires_grad") and "SequenceLayout" in text("seqlen_q")
+    assert "left out or repeated a step" in text("step")

@@ -38,7 +38,7 @@ ROWS = [
     "backends.aten backends.flash_attn backends.reference backends.triton transport.buffers",
     "backends transport.base",
     "call transport profiling",
-    "machines attention.arguments",
+    "machines attention.arguments attention.mask_lists",
     "strategies",
     "planning attention.drivers",
     "attention.first_use plots",

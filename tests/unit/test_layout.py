@@ -9,6 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.modeling_flash_attention_utils import (
+    prepare_fa_kwargs_from_position_ids as flash_documents,
+)
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.segments import Segment
@@ -105,6 +108,61 @@ def test_shard_batch_keeps_what_is_already_there() -> None:
     assert part["position_ids"].tolist() == [[1, 0, 2]]
     assert part["attention_mask"] is restarted
     assert part["shift_labels"].tolist() == [[2, 4, -100]]
+
+
+def test_shard_batch_takes_batches_as_they_are() -> None:
+    """By name and rule: the sizes of batch, sequence, images and dims are equal here."""
+    n = 4
+    layout, ids = SequenceLayout.zigzag(n, 2), torch.arange(n * n).view(n, n)
+    batch = {
+        "input_ids": ids,
+        "inputs_embeds": torch.randn(n, n, n),
+        "position_ids": torch.arange(3 * n * n).view(3, n, n),
+        "attention_mask": torch.ones(n, 1, n, n),
+        "pixel_values": torch.randn(n, n, n, n),
+        "image_grid_thw": torch.ones(n, n),
+        "video_grid_thw": torch.ones(n, n),
+        "num_items_in_batch": 7,
+        "scale": torch.tensor(2.0),
+        "names": ["a", "b", "c", "d"],
+        "features": torch.randn(n, n),
+        "last": torch.arange(n * n).view(n, n),
+    }
+    part = shard_batch(batch, layout, 1, dims={"features": None, "last": 0})
+    for name in ("input_ids", "inputs_embeds"):
+        assert torch.equal(part[name], batch[name][:, 1:3])
+    assert torch.equal(part["position_ids"], batch["position_ids"][..., 1:3])
+    assert torch.equal(part["last"], batch["last"][1:3])
+    kept = {name: x for name, x in batch.items() if part[name] is x}
+    assert {*kept} == {*batch} - {"input_ids", "inputs_embeds", "position_ids", "last"}
+    with pytest.raises(ValueError, match="attention_mask must cover the whole sequence of 4 rows"):
+        shard_batch({"input_ids": ids, "attention_mask": torch.ones(n, 3)}, layout, 0)
+    with pytest.raises(ValueError, match=r"dims must have names .* got \['other'\]"):
+        shard_batch(batch, layout, 0, dims={"other": None})
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_shard_batch_reads_packed_documents_from_positions(first: int) -> None:
+    """As FlashAttention's path in transformers; RoBERTa's positions begin after that of padding."""
+    layout = SequenceLayout.contiguous(7, 2)
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2]]) + first
+    batch = {"input_ids": X[:, :7].long(), "position_ids": positions, "labels": 1 + positions}
+    part = shard_batch(batch, layout, 0)
+    assert part["cu_seq_lens_q"].tolist() == part["cu_seq_lens_k"].tolist() == [0, 3, 4, 7]
+    assert part["shift_labels"].tolist() == [[2 + first, 3 + first, 1 + first, 1 + first]]
+    assert torch.equal(part["position_ids"], positions[:, :4])
+    expected = flash_documents(positions)[0][0]
+    assert torch.equal(part["cu_seq_lens_q"], expected)
+    with pytest.raises(ValueError, match=r"restart at \[0, 3, 4\], but cu_seqlens .* \[0, 4, 7\]"):
+        shard_batch(batch, layout, 0, cu_seqlens=[0, 4, 7])
+    assert "cu_seq_lens_q" not in shard_batch(batch, layout, 0, cu_seqlens=[0, 3, 4, 7])
+    # Other positions: of padding, of a tree of drafts, of several rows.
+    for other in (
+        {"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]])},
+        {"position_ids": torch.tensor([[0, 1, 2, 2, 0, 1, 2]])},
+        {"position_ids": positions.expand(2, -1), "input_ids": X[:, :7].expand(2, -1)},
+    ):
+        assert "cu_seq_lens_q" not in shard_batch(batch | other, layout, 0)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -145,7 +145,8 @@ BY_NAME = {"documents": ("causal",), "spans": ("left",)}
 
 def test_every_constructor_has_a_definition() -> None:
     public = [n for n, x in vars(masks).items() if getattr(x, "__module__", "") == masks.__name__]
-    assert {*DEFINED} == {name for name in public if not name.startswith("_")}
+    several = {"each_of_blocks"}  # returns lists of masks
+    assert {*DEFINED} | several == {name for name in public if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", DEFINED)
@@ -267,3 +268,17 @@ def test_functions_themselves_and_masks_of_several_heads_are_refused() -> None:
     several = create_block_mask(FUNCTIONS["causal"], None, 2, 320, 320, device="cpu")
     with refused(NotImplementedError, "one batch entry and one head"):
         masks.blocks(several)
+
+
+def test_each_mask_of_a_block_mask_that_differs_by_batch_entry_and_head() -> None:
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k <= 20 + 40 * b + 7 * h)
+
+    expected = create_mask(seen, 2, 3, 97, 130, device="cpu").bool()
+    block_mask = create_block_mask(seen, 2, 3, 97, 130, device="cpu", BLOCK_SIZE=32)
+    each = masks.each_of_blocks(block_mask)
+    assert torch.equal(
+        torch.stack([torch.stack([mask.dense() for mask in heads]) for heads in each]), expected
+    )
+    with refused(TypeError, "BlockMask|Tensor"):
+        masks.each_of_blocks(torch.ones(2))

@@ -30,6 +30,7 @@ from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.counts import counted
+from tests.refusals import refused
 from tests.unit.test_time import cluster as made_cluster
 
 MASKS = masks(61)
@@ -387,3 +388,11 @@ def test_recurrent_layers_have_a_line_and_auto_takes_no_striped_shards() -> None
     line = f"each recurrent layer: a rank sends at most {3 * 48} B forward, by gather in 1 rounds"
     assert choice.traffic == [line] and line in str(choice)
     assert "striped" not in {c.layout_name for c in explain(**problem).candidates}
+
+
+def test_a_cluster_by_the_name_of_a_device() -> None:
+    """As the command `ring-attn plan --cluster h100` takes it."""
+    call: Any = partial(explain, seqlen=4096, world_size=2, nheads=8, headdim=64)
+    assert str(call(cluster="h100")) == str(call(cluster=builtin_cluster("H100")))
+    with refused(ValueError, "cluster must be one of|'H100'|'NO_CARD'"):
+        call(cluster="no_card")

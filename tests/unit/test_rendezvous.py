@@ -168,7 +168,10 @@ def test_missing_ranks_are_named(missing: tuple[int, ...], before: tuple[int, ..
 
 def test_ranks_that_report_different_texts() -> None:
     met = meet(dist.HashStore(), MEMBERS, reported=lambda rank: {"x": 2 * ("ab"[rank == 7],)})
-    text = "all ranks must have the same values, got x: global rank 7 has b, the other 2 have a"
+    text = (
+        "ranks disagree on the call; x: global rank 7 has b, the other 2 have a. "
+        "Pass the same x on every rank"
+    )
     assert {one.why for one in met.values()} == {text}
 
 

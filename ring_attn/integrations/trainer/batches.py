@@ -67,6 +67,9 @@ def as_documents(inputs: Keywords) -> Documents:
     # A document starts at the first column, and where positions do not continue.
     is_start = torch.ones_like(kept)
     is_start[:, 1:] = positions.diff(dim=1) != 1
+    # The first token of each row; padding may be before it.
+    is_first = kept & (kept.cumsum(1) == 1)
+    is_start |= is_first
     starts = is_start[kept].nonzero().flatten()  # in the concatenated rows
     if len(starts) > 1:
         total = starts.new_tensor([int(kept.sum())])
@@ -77,15 +80,20 @@ def as_documents(inputs: Keywords) -> Documents:
         rows["position_ids"] = positions.expand(shape)
     if "labels" in rows:
         # No token predicts the first token of a row.
-        labels = rows["labels"].clone()
-        labels[:, :1] = IGNORED
-        rows["labels"] = labels
+        after_padding = is_first[:, 1:] & (rows["labels"][:, 1:] != IGNORED)
+        if bool(after_padding.any()):
+            raise ValueError(
+                f"labels must be {IGNORED} at the first token of a row with padding before it, got "
+                f"other labels in {int(after_padding.any(1).sum())} rows: only padding is before "
+                "this token, so nothing predicts it"
+            )
+        rows["labels"] = rows["labels"].masked_fill(is_first, IGNORED)
     concatenated = {name: x[kept].unsqueeze(0) for name, x in rows.items()}  # (1, seqlen, ...)
     return Documents(concatenated, others, kept)
 
 
 def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) -> Tensor | None:
-    """Return (batch, seqlen), False for padding at the end of rows; None without padding."""
+    """Return (batch, seqlen), False for padding at both ends of rows; None without padding."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != shape:

@@ -1,6 +1,6 @@
 """Masks of Hugging Face models other than causality, windows and documents.
 
-    padding at the end of rows    attention_mask, (batch, seqlen)     a row sees only its tokens
+    padding at both ends of rows  attention_mask, (batch, seqlen)     a row sees only its tokens
     images                        token_type_ids, (batch, seqlen)     `masks.spans`
     chunked attention             attention_chunk_size of a config    documents of one chunk each
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from ring_attn.checks import attention as checks
 from ring_attn.core import masks
-from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.integrations.transformers.models import Config, Keywords
 
@@ -49,8 +48,8 @@ UNION, BLOCKS, CHUNKS = "or_masks", "blockwise_overlay", "chunked_overlay"
 # [first, end) of a run of keys.
 KeyRange = tuple[int, int]
 
-# Of a row of the batch: the number of tokens before its padding, and its spans.
-MaskRow = tuple[int, tuple[KeyRange, ...]]
+# Of a row of the batch: the positions [first, end) of its tokens, and its spans.
+MaskRow = tuple[KeyRange, tuple[KeyRange, ...]]
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class BatchMask:
 
     Attributes:
         seqlen: length of the whole sequence.
-        rows: for each row of the batch the number of tokens before its padding, and the spans, such
-            as images, whose tokens all see each other.
+        rows: for each row of the batch the positions [first, end) of its tokens, without padding at
+            both ends, and the spans, such as images, whose tokens all see each other.
         beyond_windows: whether the tokens of a span see each other beyond a window, too.
     """
 
@@ -109,13 +108,13 @@ def read_mask(
             "are not built: attention over a sharded sequence has causal masks, sliding windows, "
             "chunks, documents (cu_seq_lens_q), images (token_type_ids) and padding at the end"
         )
-    lengths = _lengths(attention_mask)
+    tokens = _token_ranges(attention_mask)
     blocks = None if union is None else union.blocks
     if blocks is None or not bool((blocks >= 0).any()):
-        if attention_mask is None or lengths is None:
+        if attention_mask is None or tokens is None:
             return None
-        return BatchMask(attention_mask.size(1), tuple((length, ()) for length in lengths))
-    if attention_mask is not None and (lengths or attention_mask.size(1) != q_length):
+        return BatchMask(attention_mask.size(1), tuple((of_row, ()) for of_row in tokens))
+    if attention_mask is not None and (tokens or attention_mask.size(1) != q_length):
         # A model pads block ids to the length of this mask, which hides whether they covered the
         # whole sequence.
         raise NotImplementedError(
@@ -124,7 +123,7 @@ def read_mask(
             "token before the padding sees it"
         )
     seqlen = blocks.size(1)
-    rows = tuple((seqlen, spans) for spans in _spans(blocks))
+    rows = tuple(((0, seqlen), spans) for spans in _spans(blocks))
     return BatchMask(seqlen, rows, beyond_windows=union is not None and union.has_window)
 
 
@@ -177,17 +176,38 @@ def _union_with_blocks(parts: list[tuple[str, FunctionType]]) -> _Union | None:
 
 
 def real_tokens(attention_mask: Tensor) -> Tensor | None:
-    """Return (batch, seqlen), False for padding at the end of rows; None without padding."""
+    """Return (batch, seqlen), False for padding at both ends of rows; None without padding."""
     real = attention_mask != 0
     if bool(real.all()):
         return None
-    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+    num_runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]
+    if bool((num_runs > 1).any()):
         raise NotImplementedError(
             f"attention_mask hides {int((~real).sum())} of {real.numel()} tokens, some of them "
-            "before tokens that it does not hide: padding must be at the end, as with "
-            "tokenizer.padding_side='right'"
+            "between tokens that it does not hide: padding must be at the beginning or at the end "
+            "of a row"
         )
     return real
+
+
+def token_ranges(real: Tensor) -> tuple[KeyRange, ...]:
+    """Return the positions [first, end) of the tokens of each row, for `real_tokens`."""
+    firsts = real.int().argmax(1)
+    ends = firsts + real.sum(1)
+    return tuple(zip(firsts.tolist(), ends.tolist(), strict=True))
+
+
+def tokens_of_rows(mask: object) -> tuple[KeyRange, ...] | None:
+    """Return the positions of the tokens of each row of a batch, from its mask; None if unknown.
+
+    `mask` is the `attention_mask` of a model, or the `BatchMask` made of it.
+    """
+    if isinstance(mask, BatchMask):
+        return tuple(tokens for tokens, _ in mask.rows)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        real = real_tokens(mask)
+        return None if real is None else token_ranges(real)
+    return None
 
 
 def tokens_of(batch: Keywords) -> Tensor:
@@ -199,8 +219,8 @@ def tokens_of(batch: Keywords) -> Tensor:
     raise ValueError(f"a batch needs input_ids or inputs_embeds, got {sorted(batch)}")
 
 
-def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
-    """Return the number of tokens of each row before its padding; None without padding."""
+def _token_ranges(attention_mask: Tensor | None) -> tuple[KeyRange, ...] | None:
+    """Return the positions of the tokens of each row; None without padding."""
     if attention_mask is None:
         return None
     if torch.compiler.is_compiling():
@@ -209,7 +229,7 @@ def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
             f"model has padding at the end, set the labels there to {IGNORED}"
         )
     real = real_tokens(attention_mask)
-    return None if real is None else tuple(real.sum(1).tolist())
+    return None if real is None else token_ranges(real)
 
 
 def _spans(blocks: Tensor) -> Iterator[tuple[KeyRange, ...]]:
@@ -265,40 +285,24 @@ def scaled_again(module: nn.Module, q: Tensor, row_indices: Tensor, positions: T
     return (q * correction.to(q.device)[:, None, None]).to(q.dtype)
 
 
-# -- masks of all rows
-
-
-@lru_cache(maxsize=64)
-def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
-    """Return the layout of a batch whose rows are concatenated to one sequence."""
-    whole = layout
-    for _ in range(batch - 1):
-        whole = whole.followed_by(layout)
-    return whole
+# -- the mask of a row
 
 
 @lru_cache(maxsize=256)
 def mask_of(
-    seqlen: int,
-    rows: tuple[MaskRow, ...],
-    rule: Rule,
-    cuts: tuple[int, ...] | None,
-    beyond_windows: bool,
-) -> Mask:
-    """Return the mask of a batch whose rows are concatenated to one sequence.
-
-    Each row has `seqlen` positions, and the boundaries `cuts` of documents.
-    """
-    row_masks = [_mask_of_row(seqlen, row, rule, cuts, beyond_windows) for row in rows]
-    return row_masks[0] if len(row_masks) == 1 else masks.by_document(row_masks)
-
-
-def _mask_of_row(
     seqlen: int, row: MaskRow, rule: Rule, cuts: tuple[int, ...] | None, beyond_windows: bool
 ) -> Mask:
-    """Return the mask of one row of a batch."""
-    length, spans = row
-    cuts = cuts or (0, length)
+    """Return the mask of one row of a batch.
+
+    The row has `seqlen` positions, and the boundaries `cuts` of documents.
+    """
+    (first, end), spans = row
+    if first:
+        # The tokens of a row with padding before them are a sequence of their own.
+        without_padding = mask_of(seqlen - first, ((0, end - first), spans), rule, cuts, False)
+        moved = [each.moved(first, first) for each in without_padding.slices]
+        return Mask.of_disjoint(seqlen, seqlen, moved, f"{first} rows of padding, then tokens")
+    cuts = cuts or (0, end)
     if rule.chunk:
         cuts = _chunk_starts(cuts, rule.chunk)
     if not spans:
@@ -356,7 +360,8 @@ def check_batch_mask(
             f"{shape}, got {got}: pass the whole tensors on every rank, as ring_attn.shard_batch "
             "does with attention_mask"
         )
-    if cuts and any(length < batch_mask.seqlen for length, _ in batch_mask.rows):
+    whole = (0, batch_mask.seqlen)
+    if cuts and any(tokens != whole for tokens, _ in batch_mask.rows):
         raise ValueError(
             "attention_mask must not be given together with cu_seq_lens_q, which marks the ends of "
             "documents: leave attention_mask out, because rows after the last boundary are padding"

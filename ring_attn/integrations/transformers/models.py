@@ -57,6 +57,13 @@ PLACED = {"sequence_layout", "cu_seq_lens_q"}
 # Names of caches in the forwards of models.
 CACHES = {"past_key_values", "cache_params"}
 
+# Ways to make position_ids.
+MAKE_POSITIONS = (
+    "make them with ring_attn.shard_batch, train with "
+    "ring_attn.integrations.trainer.split_sequence(Trainer), or generate with "
+    "past_key_values=ring.cache(model), where ring is what register() returned"
+)
+
 WITH_CACHE = (
     "recurrent layers on a sharded sequence need a cache of `Registration.cache(model)`, got "
     "another cache with states: pass the cache that was made for the model"
@@ -151,6 +158,12 @@ def _not_passed_on(name: str, layers: str) -> str:
         f"{_forward.model} does not pass {name} on to its {layers}: use this model with equally "
         "many rows on each rank, in the layout given to register(), and without documents"
     )
+
+
+def has_several_positions(position_ids: Tensor | None) -> bool:
+    """Return whether the model got several positions for each token, which it does not pass on."""
+    of_model = _forward.given.get("position_ids")
+    return position_ids is None and isinstance(of_model, Tensor) and of_model.ndim == 3
 
 
 @lru_cache
@@ -355,7 +368,7 @@ def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
     if not _forward.given.keys() & {"position_ids", "past_key_values"}:
         raise ValueError(
             f"position_ids must be passed to {_forward.model}, which otherwise counts every rank's "
-            "rows from 0: make them with ring_attn.shard_batch"
+            f"rows from 0: {MAKE_POSITIONS}"
         )
 
 

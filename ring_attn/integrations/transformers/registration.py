@@ -20,16 +20,18 @@ from ring_attn.integrations.transformers.cache import LAYOUT, make_cache
 from ring_attn.integrations.transformers.cache_step import CacheStep
 from ring_attn.integrations.transformers.masks import (
     BatchMask,
+    KeyRange,
     Rule,
     check_batch_mask,
     chunk_of,
     mask_of,
     read_mask,
-    repeated,
     scaled_again,
     scales_by_row_index,
+    tokens_of_rows,
 )
 from ring_attn.integrations.transformers.models import (
+    MAKE_POSITIONS,
     Keywords,
     Model,
     cache_of,
@@ -37,6 +39,7 @@ from ring_attn.integrations.transformers.models import (
     check_config,
     count_call,
     first_position,
+    has_several_positions,
     registered,
     watch_models,
     window_of,
@@ -174,8 +177,9 @@ class Registration:
             documents = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
             if not isinstance(placed, CacheStep):
                 self._check_rows(q, k)
-            if "position_ids" in kwargs:
-                self.check_positions(kwargs, kwargs["position_ids"], first_position(module))
+            if "position_ids" in kwargs and not has_several_positions(kwargs["position_ids"]):
+                given = {**kwargs, "attention_mask": attention_mask}
+                self.check_positions(given, kwargs["position_ids"], first_position(module))
         options: AttentionOptions = {
             "softmax_scale": scaling,
             "softcap": kwargs.get("softcap") or 0.0,
@@ -208,9 +212,9 @@ class Registration:
         """Refuse a cache of transformers, and cross-attention: k has other rows than q."""
         if q.size(1) != k.size(1):
             raise NotImplementedError(
-                f"q and k must have equally many rows, got {q.size(1)} and {k.size(1)}: pass a KV "
-                f"cache of `Registration.cache(model)` of {self.name!r} as past_key_values; "
-                "cross-attention is not built"
+                f"q and k must have equally many rows, got {q.size(1)} and {k.size(1)}: with a KV "
+                "cache pass past_key_values=ring.cache(model), where ring is what "
+                f"register({self.name!r}) returned; cross-attention is not built"
             )
 
     @left_out_of_graphs(
@@ -248,23 +252,23 @@ class Registration:
                 positions = from_document(step.position_ids(rank, rows), cuts)
                 q = scaled_again(module, q, row_indices, positions)
         if batch_mask is None:
-            without_padding = (seqlen, ())
+            without_padding = ((0, seqlen), ())
             batch_mask = BatchMask(seqlen, (without_padding,))
         # One mask serves all rows of the batch if they are equal.
         differ = len({*batch_mask.rows}) > 1
         mask_rows = batch_mask.rows if differ else batch_mask.rows[:1]
-        mask = mask_of(seqlen, mask_rows, rule, cuts, batch_mask.beyond_windows)
-        options["mask"] = mask.rows(past, seqlen) if past else mask
+        row_masks = [
+            mask_of(seqlen, row, rule, cuts, batch_mask.beyond_windows) for row in mask_rows
+        ]
+        if differ:
+            options["mask"] = row_masks
+        else:
+            (mask,) = row_masks
+            options["mask"] = mask.rows(past, seqlen) if past else mask
         if step.chunk is None:
             return tree_decode(q, k, v, layout=step.cache, **_for_decode(options))
-        if not differ:
-            options["layout"] = step.layouts
-            return ring_attention(q, k, v, **options)
-        options["layout"] = repeated(step.cache, batch)
-        # (batch, rows, heads, headdim) -> (1, batch * rows, heads, headdim)
-        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = ring_attention(q, k, v, **options)
-        return out.squeeze(0).unflatten(0, (batch, rows))
+        options["layout"] = step.layouts
+        return ring_attention(q, k, v, **options)
 
     def _step(
         self, placed: str | SequenceLayout | CacheStep, rows: int, cuts: tuple[int, ...] | None
@@ -322,30 +326,36 @@ class Registration:
                 return
             raise ValueError(
                 "position_ids must be passed to the model, which otherwise counts every rank's "
-                "rows from 0: make them with ring_attn.shard_batch"
+                f"rows from 0: {MAKE_POSITIONS}"
             )
         placed = _placed(given.get(LAYOUT), self.layout)
         cuts = checks.check_cu_seqlens("cu_seq_lens_q", given.get("cu_seq_lens_q"))
         rows = position_ids.size(-1)
         step = self._step(placed, rows, cuts)
-        facts = _Facts(position_ids._version, step, cuts, rank, first)
+        tokens = tokens_of_rows(given.get("attention_mask"))
+        facts = _Facts(position_ids._version, step, cuts, rank, first, tokens)
         if _validated.get(position_ids) == facts:
             return
-        in_sequence = step.position_ids(rank, rows) + first
-        in_document = from_document(step.position_ids(rank, rows), cuts) + first
-        got = position_ids.detach().cpu()
-        for expected in (in_sequence, in_document):
-            has_shape = got.ndim == 2 and got.size(1) == len(expected)
-            if has_shape and bool((got == expected).all()):
-                _validated[position_ids] = facts
-                return
+        in_sequence = step.position_ids(rank, rows)
+        in_document = from_document(in_sequence, cuts)
+        got = position_ids.detach().cpu() - first
+        has_text = True
+        if got.ndim == 3:
+            # Some models with several positions for each token have those of text before them.
+            restarts = cuts is not None or tokens is not None
+            _check_several(got[-3:], in_sequence, restarts, rank)
+            has_text, got = got.size(0) == 4, got[0]
+        if not has_text or _are_positions(got, in_sequence, in_document, tokens):
+            _validated[position_ids] = facts
+            return
         raise ValueError(
             f"position_ids of rank {rank} must be the positions of its rows, "
-            f"{_shown(in_sequence)}, got shape {tuple(got.shape)} with {_shown(got.flatten())}: "
-            "shard input_ids, labels and positions with ring_attn.shard_batch in the attention's "
-            f"layout, {step.cache} (pass another layout to the forward as {LAYOUT}=); for "
-            "documents whose positions start at 0, pass cu_seq_lens_q and cu_seq_lens_k of the "
-            "whole sequence"
+            f"{_shown(in_sequence + first)}, got shape {tuple(got.shape)} with "
+            f"{_shown(got.flatten() + first)}: shard input_ids, labels and positions with "
+            f"ring_attn.shard_batch in the attention's layout, {step.cache} (pass another layout "
+            f"to the forward as {LAYOUT}=); for documents whose positions start at 0, pass "
+            "cu_seq_lens_q and cu_seq_lens_k of the whole sequence, which shard_batch makes from "
+            "the whole position_ids; for padding before tokens pass the whole attention_mask"
         )
 
 
@@ -486,11 +496,56 @@ class _Facts(NamedTuple):
     cu_seqlens: tuple[int, ...] | None
     rank: int
     first: int
+    tokens: tuple[KeyRange, ...] | None
 
 
 # position_ids -> the facts with which they were found right. All layers of a model share them, and
 # reading them on a GPU synchronises.
 _validated: MutableMapping[Tensor, _Facts] = WeakTensorKeyDictionary()
+
+
+def _are_positions(
+    got: Tensor, in_sequence: Tensor, in_document: Tensor, tokens: tuple[KeyRange, ...] | None
+) -> bool:
+    """Return whether these are positions of rows: in the sequence, in documents, or of tokens.
+
+    `got` is (batch or 1, rows). Positions of padding can have any value.
+    """
+    if got.ndim != 2 or got.size(1) != len(in_sequence):
+        return False
+    if any(bool((got == expected).all()) for expected in (in_sequence, in_document)):
+        return True
+    if tokens is None or len(got) not in (1, len(tokens)):
+        return False
+    of_rows = got.expand(len(tokens), -1)
+    for row, (start, end) in zip(of_rows, tokens, strict=True):
+        is_token = (in_sequence >= start) & (in_sequence < end)
+        if not bool((row == in_sequence - start)[is_token].all()):
+            return False
+    return True
+
+
+def _check_several(several: Tensor, in_sequence: Tensor, restarts: bool, rank: int) -> None:
+    """Refuse several positions for each token (mrope) that cannot be those of this rank's rows.
+
+    `several` is (3, batch, rows). Images take fewer positions than tokens. So no position is larger
+    than that of the token in the sequence; and unless positions restart, only the first token of
+    the sequence has only zeros.
+    """
+    if several.ndim != 3 or several.size(-1) != len(in_sequence):
+        raise ValueError(
+            f"position_ids of rank {rank} must have {len(in_sequence)} rows in the last dim, got "
+            f"shape {tuple(several.shape)}: shard them with ring_attn.shard_batch"
+        )
+    too_large = bool((several > in_sequence.clamp(min=1)).any())
+    from_zero = bool(((several == 0).all(0) & (in_sequence > 0)).any()) and not restarts
+    if too_large or from_zero:
+        raise ValueError(
+            f"position_ids of rank {rank} cannot be the positions of its rows, whose positions in "
+            f"the sequence are {_shown(in_sequence)}, got {_shown(several[0, 0])} in the first of "
+            f"{len(several)} dims: compute the positions of the whole sequence (get_rope_index), "
+            "and shard them with ring_attn.shard_batch"
+        )
 
 
 def _shown(positions: Tensor) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.ranks.errors import describe_error, mark_counted, was_counted
+from ring_attn.transport.ranks.errors import REFUSED, describe_error, mark_counted, was_counted
 from ring_attn.transport.ranks.headers import Headers
-from ring_attn.transport.ranks.identity import REFUSED, Identity
+from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.watch import PERIOD_S
 
 NOTHING = Agreement({})
@@ -33,11 +33,13 @@ class Waiting:
         since: when it began, by `time.monotonic`.
         peer: global rank for which this rank waits.
         next_poll_s: seconds after `since` at which to poll next.
+        elsewhere: ranks that were found waiting in a call of another group; None if not searched.
     """
 
     since: float
     peer: int
     next_poll_s: float = PERIOD_S
+    elsewhere: str | None = None
 
     def is_due(self) -> bool:
         """Return whether to poll now; if so, set the time of the next poll."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -34,9 +35,19 @@ class Connection:
         notes: the notes of the meeting that this rank attends; None before its first call.
         has_met: whether all ranks have arrived at one meeting.
         devices: the device of all this rank's calls, by type, to which its communicators belong.
+        elsewhere: ranks that were found waiting in a call of another group, while this rank waited
+            for the meeting; None if not searched.
     """
 
-    def __init__(self, member: Member, store: LimitedStore, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        member: Member,
+        store: LimitedStore,
+        group: dist.ProcessGroup,
+        search_elsewhere: Callable[[], str | None],
+    ) -> None:
+        self.elsewhere: str | None = None
+        self._search_elsewhere = search_elsewhere
         self.links: dict[str, Link] = {}
         self.notes: Notes | None = None
         self.has_met = False
@@ -102,13 +113,27 @@ class Connection:
         self.links[device.type] = link
 
     def _meet(self, seconds: float, on_arrival: Callable[[Notes], CannotSucceed]) -> None:
+        half = time.monotonic() + seconds / 2
+
+        def search_after_half() -> None:
+            """Look once for ranks in other groups: after the timeout they may have left."""
+            if self.elsewhere is None and time.monotonic() > half:
+                self.elsewhere = self._search_elsewhere() or ""
+
         def arrive(meeting: str) -> CannotSucceed:
             self._meeting = meeting
             self.notes = Notes(self._store.store, meeting, self._member.global_rank)
-            return on_arrival(self.notes)
+            cannot_succeed = on_arrival(self.notes)
+
+            def search_and_ask() -> str | None:
+                search_after_half()
+                return cannot_succeed()
+
+            return search_and_ask
 
         configs = as_facts({CONFIGS_VARIABLE: hash_of_configs()})
-        answered(partial(self._meetings.attend, seconds, configs, arrive), seconds)
+        attend = partial(self._meetings.attend, seconds, configs, arrive, search_after_half)
+        answered(attend, seconds)
         self.has_met = True
 
     def open_notes(self) -> Notes | None:

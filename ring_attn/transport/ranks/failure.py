@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from ring_attn.transport.base import rank_name
 from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.calls import LONGEST_S, CallLedger, Waiting
 from ring_attn.transport.ranks.connection import Connection
+from ring_attn.transport.ranks.errors import LEFT_OUT
 from ring_attn.transport.ranks.links import Posted
 from ring_attn.transport.ranks.member import Member
 from ring_attn.transport.ranks.notes import Notes
@@ -48,11 +50,17 @@ class FailureReport:
     """
 
     def __init__(
-        self, member: Member, store: LimitedStore, calls: CallLedger, connection: Connection
+        self,
+        member: Member,
+        store: LimitedStore,
+        calls: CallLedger,
+        connection: Connection,
+        elsewhere: Callable[[], str | None],
     ) -> None:
+        """Prepare reports; `elsewhere` returns which ranks wait in a call of another group."""
         self.error: RuntimeError | None = None
         self._member, self._store = member, store
-        self._calls, self._connection = calls, connection
+        self._calls, self._connection, self._elsewhere = calls, connection, elsewhere
         self._lock = threading.Lock()
         # Sequence of the last call, and the rank waited for, that this rank has written down.
         self._reported: tuple[int, int | None] = (-1, None)
@@ -63,8 +71,11 @@ class FailureReport:
 
     # -- this rank fails or refuses a call
 
-    def fail(self, text: str) -> None:
-        """End the group for good, on this rank and the others, unless it has failed before."""
+    def fail(self, text: str, *, shared: bool = False) -> None:
+        """End the group for good, on this rank and the others, unless it has failed before.
+
+        If `shared`, the text names the ranks, and the other ranks raise it as it is.
+        """
         with self._lock:
             if self.error is not None:
                 return
@@ -74,7 +85,9 @@ class FailureReport:
             # Before the connections close: a device whose exchanges are cut off goes on, and may
             # send results of missing data, which no rank takes for right once the note is there.
             if notes is not None:
-                is_first = self._store.within_limit(lambda: notes.write_failure(text), NOTE_S)
+                is_first = self._store.within_limit(
+                    lambda: notes.write_failure(text, shared=shared), NOTE_S
+                )
                 if is_first:
                     time.sleep(NOTICE_S)
         finally:
@@ -162,6 +175,15 @@ class FailureReport:
             first_name, *names = map(rank_name, ranks)
             waited_for = ", which is waiting for ".join(names)
             return f"{first_name} is waiting for {waited_for}: one of them hung"
+        waiting = self._calls.waiting
+        if waiting is not None and waiting.elsewhere:
+            return waiting.elsewhere
+        call = self._calls.current
+        if call is not None and call.kind == "backward":
+            return (
+                f"{rank_name(last)} did not run {call}: it crashed, hung or left this backward out "
+                f"(it is not waiting for any rank). {LEFT_OUT}"
+            )
         return (
             f"{rank_name(last)} crashed, hung or never made this call (it is not waiting for any "
             "rank)"
@@ -227,7 +249,7 @@ class FailureReport:
         )
         reason = notes.reason(self._calls.recent, peer)
         if reason is not None:
-            text = f"{text}; {reason}"
+            text = f"{reason}. (Noticed in {text})"
         logger.error("%s", text)
         self.error = RuntimeError(text)
         notes.write_failure(text)
@@ -246,4 +268,10 @@ class FailureReport:
             self.write_calls(notes, waiting.peer)
         reason = notes.reason(calls, waiting.peer)
         if reason is not None:
-            self.fail(reason)
+            self.fail(reason, shared=True)
+        elif waiting.elsewhere is None and self._is_half_over(waiting):
+            # Once: it reads the notes of all groups. After the timeout the ranks may have left.
+            waiting.elsewhere = self._elsewhere() or ""
+
+    def _is_half_over(self, waiting: Waiting) -> bool:
+        return time.monotonic() - waiting.since > self._store.seconds / 2

@@ -10,6 +10,7 @@ Each of them holds its own state; `RankGroup` does what concerns several of them
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -25,7 +26,8 @@ from ring_attn.transport.base import rank_name
 from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.calls import CallLedger, Waiting
 from ring_attn.transport.ranks.connection import Connection
-from ring_attn.transport.ranks.errors import describe_error
+from ring_attn.transport.ranks.elsewhere import waits_elsewhere
+from ring_attn.transport.ranks.errors import Disagreement, describe_error, noticed
 from ring_attn.transport.ranks.failure import OLD_S, FailureReport
 from ring_attn.transport.ranks.links import Link
 from ring_attn.transport.ranks.member import Member
@@ -56,8 +58,10 @@ class RankGroup:
         store = LimitedStore(group_store(group), group_timeout(group))
         self._store = store
         self.calls = CallLedger()
-        self.connection = Connection(self.member, store, group)
-        self.failure = FailureReport(self.member, store, self.calls, self.connection)
+        self.connection = Connection(self.member, store, group, self._elsewhere)
+        self.failure = FailureReport(
+            self.member, store, self.calls, self.connection, self._elsewhere
+        )
 
     def link(self, device: torch.device, seconds: float) -> Link:
         """Return the link for tensors of this device; all ranks connect it at the first call.
@@ -76,17 +80,38 @@ class RankGroup:
         try:
             self.connection.connect(device, seconds, self.failure.on_arrival)
         except BaseException as error:
-            text = (
-                f"{self.member.name} could not form the ring of "
-                f"{rank_name(self.member.global_ranks)}, timeout {seconds:g} s: "
-                f"{describe_error(error)}. "
-                "All ranks of the group must make their first call of ring_attention together"
-            )
-            self.failure.fail(text)
+            is_about_ranks = isinstance(error, (MissingRanksError, DifferentError))
+            cause = str(error) if is_about_ranks else describe_error(error)
+            if isinstance(error, MissingRanksError) and error.is_unexplained:
+                cause = self._missing(error)
+            self.failure.fail(cause, shared=is_about_ranks)
             if isinstance(error, Exception):
-                raise RuntimeError(text) from error
+                place = (
+                    f"when {self.member.name} could not form the ring of "
+                    f"{rank_name(self.member.global_ranks)}, timeout {seconds:g} s"
+                )
+                raise RuntimeError(noticed(cause, place)) from error
             raise
         watch.add(self.failure)
+
+    def _elsewhere(self) -> str | None:
+        """Return which ranks of the group wait in a call of another group, if that is known."""
+        ranks, store = self.member.global_ranks, self._store.store
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            return waits_elsewhere(ranks, self.member.global_rank, store)
+        return None
+
+    def _missing(self, error: MissingRanksError) -> str:
+        """Return why ranks did not arrive, and what to do."""
+        if self.connection.elsewhere:
+            return f"{error}: {self.connection.elsewhere}"
+        if self.connection.has_met:
+            return f"{error}. All ranks of the group must make this call"
+        return (
+            f"{error}: they are still loading, hung, crashed, or never call. All ranks of the "
+            "group must make their first call of ring_attention together; call "
+            "ring_attn.prepare(group) after the model is loaded, or raise the timeout"
+        )
 
     def refuse_call(self, error: BaseException) -> None:
         """Count a call that this rank refuses because of an error, and report it to other ranks.
@@ -98,7 +123,7 @@ class RankGroup:
         if self.failure.error is None and self.member.world_size > 1 and not _forked:
             self.failure.report_refusal()
 
-    def difference(self, reported: Facts, seconds: float) -> str | None:
+    def difference(self, reported: Facts, seconds: float) -> Disagreement | None:
         """Return how the facts differ that ranks report in the call under way; None if they agree.
 
         Without a message, so the group stays usable.
@@ -110,12 +135,14 @@ class RankGroup:
             meet(self.connection.next_rendezvous(), seconds, reported, self.failure.cannot_meet)
             return None
         except DifferentError as error:
-            return error.differences
+            return error.found
         except MissingRanksError as error:
-            raise RuntimeError(
-                f"{self.member.name} could not compare its call with all ranks, "
-                f"timeout {seconds:g} s: {error}"
-            ) from error
+            cause = self._missing(error) if error.is_unexplained else str(error)
+            place = (
+                f"when {self.member.name} compared its call with those of all ranks, "
+                f"timeout {seconds:g} s"
+            )
+            raise RuntimeError(noticed(cause, place)) from error
 
     def settle(self) -> None:
         """Wait until the device has compared all calls; refuse a group that has failed by then.
@@ -142,9 +169,7 @@ class RankGroup:
             self.calls.unchecked = False
             self.connection.close()
             raise RuntimeError(
-                "this ring has failed before and cannot go on, its ranks are not at the same call "
-                "any more: make a new process group on all of them, or restart from a checkpoint. "
-                f"First error: {self.failure.error}"
+                noticed(str(self.failure.error), "in an earlier call: this ring has failed before")
             ) from self.failure.error
 
     def refuse_fork(self) -> None:

@@ -29,13 +29,11 @@ from torch import Tensor
 from ring_attn.core.facts import Facts
 from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.transport.base import Agreement, as_facts
+from ring_attn.transport.ranks.errors import REFUSED
 from ring_attn.values.checks import as_int
 
 # gloo's tags are 32 bits, of which torch takes the lower 31.
 TAG_BITS = 0x7FFFFFFF
-
-# Kind of a call that a rank has counted but not made.
-REFUSED = "refused"
 
 _MESSAGE = struct.Struct("<BIQ")
 
@@ -101,6 +99,11 @@ class Identity:
     def seed(self) -> int:
         """A hash of the call: its message tags are computed from it, and graphs send it."""
         return zlib.crc32(struct.pack("<7q", *self.words(), self.values))
+
+    @property
+    def details(self) -> str:
+        """The layouts and the mask of the call, to find where they differ."""
+        return self.agreement.details
 
     def report(self) -> Facts:
         """Return the call by argument, for other ranks."""

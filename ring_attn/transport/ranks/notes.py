@@ -12,13 +12,18 @@ from collections.abc import Iterable
 from itertools import islice, product
 from typing import Any
 
+from ring_attn.core.facts import places_of_difference
 from ring_attn.torch_private import Store
-from ring_attn.transport.base import difference, rank_name
+from ring_attn.transport.base import rank_name
+from ring_attn.transport.ranks.errors import Disagreement
 from ring_attn.transport.ranks.identity import Identity
-from ring_attn.transport.ranks.rendezvous import append
+from ring_attn.transport.ranks.rendezvous import append, poll_until
 
 # A note holds at most this many characters of an error's text.
-MAX_CHARACTERS = 600
+MAX_CHARACTERS = 1200
+
+# Seconds to wait for a peer's layout and mask, after a difference was found.
+DETAILS_S = 0.5
 
 # A rank that waits reads the calls of at most so many ranks that have refused one.
 MAX_REFUSALS = 8
@@ -41,11 +46,14 @@ class Notes:
         self.write_calls(calls)
         append(self._store, f"{self._prefix}/refused", f"{self._rank}\n")
 
-    def write_failure(self, text: str) -> bool:
-        """Write down why this rank's call ended; return False if another rank failed before."""
+    def write_failure(self, text: str, *, shared: bool = False) -> bool:
+        """Write down why this rank's call ended; return False if another rank failed before.
+
+        If `shared`, the text names the ranks, and the other ranks raise it as it is.
+        """
         if self._read("failed") is not None:
             return False
-        note = json.dumps({"rank": self._rank, "text": text[:MAX_CHARACTERS]})
+        note = json.dumps({"rank": self._rank, "text": text[:MAX_CHARACTERS], "shared": shared})
         self._store.set(f"{self._prefix}/failed", note)
         return True
 
@@ -64,6 +72,14 @@ class Notes:
         else:
             ranks.append(peer)
         return ranks[1:]
+
+    def wait_of(self, rank: int) -> tuple[str, int] | None:
+        """Return the call of a rank that waits for long, and the rank for which it waits."""
+        note = self._read(f"calls/{rank}")
+        if note is None or note["waits_for"] is None:
+            return None
+        _, report = note["calls"][-1]
+        return report["call"][0], note["waits_for"]
 
     def refusals(self) -> list[int]:
         """Return the ranks that have refused calls, each as often as it has reported a refusal."""
@@ -96,18 +112,36 @@ class Notes:
         for call, (sequence, report_of_peer) in product(calls, reports):
             if call.sequence != sequence:
                 continue
-            differs = difference({self._rank: call.report(), peer: report_of_peer})
-            if differs is not None:
-                own_name = rank_name(self._rank)
-                return f"{rank_name(peer)}'s call differs from {own_name}'s; {differs}"
+            reports = {self._rank: call.report(), peer: report_of_peer}
+            found = Disagreement.of(reports)
+            if found is not None:
+                return found.text(self._places(call, peer) if found.has_places else {})
         return None
 
+    def _places(self, call: Identity, peer: int) -> dict[str, str]:
+        """Return where the layout or mask of a call first differs from a peer's, if known.
+
+        Both ranks write down their layouts and masks when they find a difference.
+        """
+        self._store.set(f"{self._prefix}/details/{call.sequence}/{self._rank}", call.details)
+        key = f"{self._prefix}/details/{call.sequence}/{peer}"
+        if not poll_until(lambda: self._store.check([key]), DETAILS_S):
+            return {}
+        of_ranks = {self._rank: call.details, peer: self._store.get(key).decode()}
+        return places_of_difference({rank_name(rank): of_ranks[rank] for rank in sorted(of_ranks)})
+
     def failure(self) -> str | None:
-        """Return the first rank that failed, with its error; None if no other rank has failed."""
+        """Return why a rank failed first, with its name; None if no other rank has failed."""
         note = self._read("failed")
         if note is None or note["rank"] == self._rank:
             return None
+        if note["shared"]:
+            return str(note["text"])
         return f"{rank_name(note['rank'])} left its call: {note['text']}"
+
+    def has_failed(self) -> bool:
+        """Return whether any rank has failed, this one too."""
+        return self._read("failed") is not None
 
     # Any: JSON has no types.
     def _read(self, name: str) -> Any:

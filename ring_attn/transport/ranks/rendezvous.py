@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ import torch.distributed as dist
 
 from ring_attn.core.facts import Facts
 from ring_attn.torch_private import PrefixStore, Store
-from ring_attn.transport.base import difference, rank_name
+from ring_attn.transport.base import rank_name
+from ring_attn.transport.ranks.errors import Disagreement
 
 T = TypeVar("T")
 
@@ -59,7 +61,15 @@ class Answer(NamedTuple):
 
 
 class MissingRanksError(RuntimeError):
-    """Some ranks did not arrive in time; the message names them."""
+    """Some ranks did not arrive in time; the message names them.
+
+    Attributes:
+        is_unexplained: whether it is not known why they did not arrive.
+    """
+
+    def __init__(self, text: str, *, is_unexplained: bool = False) -> None:
+        super().__init__(text)
+        self.is_unexplained = is_unexplained
 
 
 class MovedError(RuntimeError):
@@ -67,11 +77,11 @@ class MovedError(RuntimeError):
 
 
 class DifferentError(RuntimeError):
-    """Ranks have reported different facts; `differences` names them, with the ranks."""
+    """Ranks have reported different facts; `found` has them, with the ranks."""
 
-    def __init__(self, differences: str) -> None:
-        super().__init__(f"all ranks must have the same values, got {differences}")
-        self.differences = differences
+    def __init__(self, found: Disagreement) -> None:
+        super().__init__(found.text())
+        self.found = found
 
 
 def bounded(work: Callable[[], T], seconds: float) -> T:
@@ -189,13 +199,14 @@ class Rendezvous:
             raise MissingRanksError(f"no rank has named the missing ones {when}")
         match answer.kind:
             case "differ":
-                raise DifferentError(answer.text)
+                raise DifferentError(Disagreement(*json.loads(answer.text)))
             case "moved":
                 raise MovedError(
                     "another group of the same ranks meets at the same place of the store"
                 )
             case "missing":
-                raise MissingRanksError(answer.text)
+                is_unexplained = re.search(r"did not arrive within \S+ s$", answer.text) is not None
+                raise MissingRanksError(answer.text, is_unexplained=is_unexplained)
 
     def answer(self, kind: str, text: str = "") -> None:
         """End the rendezvous on all ranks, unless a rank has answered before."""
@@ -213,25 +224,25 @@ class Rendezvous:
 
     def _compare(self) -> None:
         """Answer, if all members have arrived."""
-        arrived = self._arrived()
+        arrived = self.arrived()
         if len(arrived) < len(self._members):
             return
-        differences = difference({member: arrived[member] for member in self._members})
-        if differences is None:
+        found = Disagreement.of({member: arrived[member] for member in self._members})
+        if found is None:
             self.answer("equal")
         else:
-            self.answer("differ", differences)
+            self.answer("differ", json.dumps(found))
 
     def _name_missing(self, when: str, lost: Sequence[int] = ()) -> None:
         """Cancel: the ranks `lost` and those that have not arrived are missing."""
-        arrived = self._arrived()
+        arrived = self.arrived()
         missing = [rank for rank in self._members if rank not in arrived or rank in lost]
         if missing:
             self.cancel(f"{rank_name(missing)} did not arrive {when}")
         else:
             self._compare()
 
-    def _arrived(self) -> dict[int, Facts]:
+    def arrived(self) -> dict[int, Facts]:
         """Return what each rank that has arrived has reported."""
         if not self._store.check([f"{self._name}/here"]):
             return {}
@@ -284,28 +295,53 @@ class Meetings:
         self._place = f"ring_attn/{hashed(members)}"
         self._opened = ""
 
-    def find(self, seconds: float = 0.0) -> str | None:
-        """Return the name of the open meeting, or None if the lead opens none within `seconds`."""
+    def find(
+        self, seconds: float = 0.0, while_waiting: Callable[[], None] = lambda: None
+    ) -> str | None:
+        """Return the name of the open meeting, or None if the lead opens none within `seconds`.
+
+        Calls `while_waiting` again and again during the wait.
+        """
         if self._rank == self._members[0]:
             self._opened = self._opened or self._open()
             return self._opened
         number = self._store.add(self._place, 0)
         if number and not self._at(number).is_answered():
             return self._name(number)
-        opened = poll_until(lambda: self._store.add(self._place, 0) - number, seconds)
+
+        def num_opened() -> int:
+            while_waiting()
+            return self._store.add(self._place, 0) - number
+
+        opened = poll_until(num_opened, seconds)
         return self._name(number + opened) if opened else None
 
+    def last(self) -> tuple[str, list[int], bool]:
+        """Return the last meeting's name, the ranks that arrived, and whether it is answered.
+
+        This writes nothing. Without a meeting, the name is empty.
+        """
+        number = self._store.add(self._place, 0)
+        if not number:
+            return "", [], False
+        meeting = self._at(number)
+        return self._name(number), [*meeting.arrived()], meeting.is_answered()
+
     def attend(
-        self, seconds: float, reported: Facts, on_arrival: Callable[[str], CannotSucceed]
+        self,
+        seconds: float,
+        reported: Facts,
+        on_arrival: Callable[[str], CannotSucceed],
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until all members have arrived at one meeting; raise as `Rendezvous.wait`.
 
         Calls `on_arrival` with the name of each meeting that this rank attends, since the lead of
-        the first one may have died.
+        the first one may have died; and `while_waiting` again and again until a meeting is open.
         """
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            name = self.find(left)
+            name = self.find(left, while_waiting)
             if name is None:
                 break
             meeting = Meeting(self._store, name, self._rank, self._members)
@@ -321,7 +357,7 @@ class Meetings:
         text = f"{lead} did not arrive within {seconds:g} s"
         if last is not None and last.kind == "missing":
             text = f"{text}; they met before: {last.text}"
-        raise MissingRanksError(text)
+        raise MissingRanksError(text, is_unexplained=True)
 
     def _open(self) -> str:
         number = self._store.add(self._place, 1)
