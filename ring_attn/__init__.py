@@ -12,6 +12,7 @@ from ring_attn import profiling, recurrence
 from ring_attn.api import ring_attention, select_backend, tree_decode
 from ring_attn.attention.decode import next_rank
 from ring_attn.core import masks
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
     from ring_attn.testing.audit import audit
 
 __all__ = [
-    "ContextParallel", "Mask", "RecurrentParallel", "Segment", "SequenceLayout", "Strategy",
-    "TransportOptions", "audit", "balance", "check", "explain", "halo", "integrations", "masks",
-    "next_rank", "pack", "parallelize", "plots", "prepare", "profiling", "recurrence",
-    "register_recurrence", "ring_attention", "roll", "select_backend", "set_step",
-    "shard_batch", "stats", "sync_gradients", "tensor_parallel", "testing", "token_logprobs",
-    "tree_decode", "unshard",
+    "ContextParallel", "JointLayout", "Mask", "RecurrentParallel", "Segment", "SequenceLayout",
+    "Strategy", "TransportOptions", "audit", "balance", "check", "explain", "halo",
+    "integrations", "masks", "next_rank", "pack", "parallelize", "plots", "prepare",
+    "profiling", "recurrence", "register_recurrence", "ring_attention", "roll",
+    "select_backend", "set_step", "shard_batch", "stats", "sync_gradients", "tensor_parallel",
+    "testing", "token_logprobs", "tree_decode", "unshard",
 ]  # fmt: skip
 
 
