@@ -36,7 +36,6 @@ from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.tiles import check_fit, pair_tiles
-from ring_attn.profiling import observe
 from ring_attn.sequence.halo import exchanged
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement, Transport
@@ -224,10 +223,8 @@ def _replicate(
     }
     with reporting(process_group):
         transport = open_p2p(process_group, TransportOptions())
-        with (
-            transport.call("replicate", Agreement(described), x.device),
-            observe("backward" if back else "forward", x.device, transport.stats),
-        ):
+        # Not observed: `stats` returns the figures of the attention itself.
+        with transport.call("replicate", Agreement(described), x.device):
             if back:
                 return _sum_at_owners(x, counts, transport)
             return _gathered(x, counts, transport)

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ring_attn import JointLayout, Mask, SequenceLayout, masks, ring_attention, stats, unshard
 from ring_attn.core.mask import Slice
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.machines.count import bytes_sent
+from ring_attn.planning.replicated import replicated_program
 from ring_attn.profiling import collect
 from ring_attn.testing import (
     Expected,
@@ -20,6 +23,9 @@ from ring_attn.testing import (
     random_qkv,
     random_sinks,
 )
+from ring_attn.transport import groups
+from ring_attn.transport.options import TransportOptions
+from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds
 from tests.distributed.pool import on_ranks
 from tests.refusals import refused
@@ -234,3 +240,29 @@ def test_ranks_with_other_texts_raise() -> None:
     x = layout.shard(torch.ones(1, SEQLEN, 2, 8), rank)
     with pytest.raises(RuntimeError, match="layout"):
         ring_attention(x, x, x, layout=layout, group=dist.new_group())
+
+
+@on_ranks(3)
+def test_sent_bytes_are_those_of_the_plan() -> None:
+    layout, rank = joint(), dist.get_rank()
+    inputs = random_qkv(batch=2, seqlen_q=SEQLEN, nheads=4, headdim=8)
+    q, k, v, dout = (layout.shard(x, rank) for x in inputs)
+    spec = AttentionSpec.of(q, k, v)
+    counts = [layout.num_owned(owner) for owner in range(3)]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    owned = [layout.owners.shard(x, rank).requires_grad_() for x in inputs[:3]]
+    sent = open_p2p(groups.check_group(None), TransportOptions()).stats
+
+    def bytes_of(layout: Any, leaves: list[Tensor], dout: Tensor) -> tuple[int, int]:
+        """Return the bytes that this rank sends forward and backward."""
+        before = sent.bytes_sent
+        out = ring_attention(*leaves, layout=layout)
+        between = sent.bytes_sent
+        torch.autograd.grad(out, leaves, dout)
+        return between - before, sent.bytes_sent - between
+
+    both = bytes_of(layout, leaves, dout)
+    alone = bytes_of(layout.owners, owned, layout.owned(dout, rank))
+    for backward in (False, True):
+        program = replicated_program(counts, spec, rank, backward=backward)
+        assert both[backward] - alone[backward] == bytes_sent(program)
