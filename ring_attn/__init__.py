@@ -12,6 +12,7 @@ from ring_attn import profiling, recurrence
 from ring_attn.api import ring_attention, select_backend, tree_decode
 from ring_attn.core import masks
 from ring_attn.core.cache import next_rank
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextParallel",
+    "JointLayout",
     "Mask",
     "RecurrentParallel",
     "Segment",

@@ -9,9 +9,10 @@ from typing import Any, Literal, Unpack, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.attention import decode, operators
+from ring_attn.attention import decode, joint, operators
 from ring_attn.attention.arguments import Arguments, layouts_and_mask
 from ring_attn.attention.first_use import proven_backend
+from ring_attn.attention.joint import is_joint
 from ring_attn.attention.mask_lists import fold_of
 from ring_attn.backends import BackendChoice, Purpose
 from ring_attn.call import (
@@ -29,7 +30,7 @@ from ring_attn.checks import decoding as decode_checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
+from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.transport import capture, groups
 from ring_attn.transport.base import Agreement
@@ -142,8 +143,11 @@ def ring_attention(
             mesh with two axes, such as (nodes, GPUs of a node), the size of the last axis is the
             degree of "hybrid" and "double_ring".
         layout: which positions each rank holds: "contiguous", "zigzag", "striped", a
-            `SequenceLayout`, or a pair of layouts for queries and keys. With a name, every rank
-            must have the same number of rows, unless `cu_seqlens` gives the length.
+            `SequenceLayout`, a `JointLayout` of which every rank holds some rows, or a pair of
+            layouts for queries and keys. With a name, every rank must have the same number of rows,
+            unless `cu_seqlens` gives the length. The gradients of rows that every rank holds are
+            shares: their sum over the ranks is the gradient. If every rank holds all keys, nothing
+            is sent, whatever the strategy is.
         strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "exchange",
             "ulysses", "hybrid", "q_exchange", a `Strategy` with its degrees, or "auto". With
             "auto", rank 0 simulates all strategies on this machine and chooses the fastest one
@@ -200,30 +204,28 @@ def ring_attention(
         >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
         torch.Size([1, 500, 8, 64])
     """
-    if not (positional or unknown) and isinstance(mask, (list, tuple)):
-        return _with_masks(
-            q,
-            k,
-            v,
-            mask,
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            sinks=sinks,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_k=cu_seqlens_k,
-            group=group,
-            layout=layout,
-            strategy=strategy,
-            backend=backend,
-            same_bits=same_bits,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            dropout_p=dropout_p,
-            alibi_slopes=alibi_slopes,
-            transport=transport,
-        )
+    if not (positional or unknown) and (is_joint(layout) or isinstance(mask, (list, tuple))):
+        options_of_user: dict[str, Any] = {
+            "causal": causal,
+            "window_size": window_size,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "sinks": sinks,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens_k,
+            "group": group,
+            "layout": layout,
+            "strategy": strategy,
+            "backend": backend,
+            "same_bits": same_bits,
+            "return_lse": return_lse,
+            "return_max_logits": return_max_logits,
+            "dropout_p": dropout_p,
+            "alibi_slopes": alibi_slopes,
+            "transport": transport,
+        }
+        several = _with_joint_layout if is_joint(layout) else _with_masks
+        return several(q, k, v, mask, **options_of_user)
     with reporting(group):
         if positional or unknown:
             checks.check_unknown("ring_attention", positional, unknown, AttentionOptions)
@@ -286,6 +288,47 @@ def ring_attention(
     if return_max_logits:
         return (out, lse, max_logits) if return_lse else (out, max_logits)
     return (out, lse) if return_lse else out
+
+
+# The options are those of `ring_attention`, passed on as they are.
+@left_out_of_graphs(
+    "a JointLayout is not compiled: pass a SequenceLayout, or compile without fullgraph=True"
+)
+def _with_joint_layout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Masks | None,
+    *,
+    group: Group,
+    layout: Layout,
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute attention where every rank holds some of the rows, see `attention.joint`."""
+    with reporting(group):
+        checks.check_tensors(q, k, v, packed=True)
+        process_group = groups.check_group(group)
+        sides = joint.sides_of(layout, process_group)
+        dim = q.ndim - 3  # of the rows
+        rank = process_group.rank()
+        q = sides.own_queries(q, rank, dim)
+        k, v = sides.own_keys("k", k, rank, dim), sides.own_keys("v", v, rank, dim)
+        layouts = sides.owners
+        if sides.has_local_keys:
+            layouts, mask = sides.local(mask, options)
+            if options["strategy"] != "auto":
+                shape = groups.mesh_shape(group)
+                resolve_strategy(options["strategy"], process_group.size(), shape)
+            # A ring has no hops here, in which it would send keys.
+            group, options["strategy"] = process_group, "ring"
+    results = ring_attention(q, k, v, mask=mask, group=group, layout=layouts, **options)
+    out, *others = results if isinstance(results, tuple) else (results,)
+    with reporting(group):
+        out = joint.on_every_rank(out, sides.q, process_group, dim)
+        if options["return_lse"]:
+            rows_of_lse = others[0].ndim - 1
+            others[0] = joint.on_every_rank(others[0], sides.q, process_group, rows_of_lse)
+    return (out, *others) if others else out
 
 
 # The options are those of `ring_attention`, passed on as they are.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ring_attn.backends import get_backend
 from ring_attn.checks import attention as checks
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.strategy import NAMES, Strategy, checked_strategy
@@ -28,7 +29,8 @@ from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_one_of
 from ring_attn.values.compiling import cached, kept
 
-Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
+AnyLayout = SequenceLayout | JointLayout
+Layout = str | AnyLayout | tuple[AnyLayout, AnyLayout]
 
 # One mask, one mask of each batch entry, or for each batch entry one mask of each group of heads.
 Masks = Mask | Sequence[Mask] | Sequence[Sequence[Mask]]

@@ -241,6 +241,13 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
         help="lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500 "
         "(default: one document)",
     )
+    add(
+        "--replicated",
+        type=parse_size,
+        default=0,
+        metavar="N",
+        help="positions that every rank holds, such as text: the first of --seqlen (default: 0)",
+    )
     add_switch(parser, "--backward", "plan the backward too")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.checks import attention as checks
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement
@@ -232,14 +233,16 @@ def from_document(positions: Tensor, cuts: Sequence[int] | None) -> Tensor:
     return positions - starts[document]
 
 
-def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
+def unshard(
+    x: Tensor, layout: SequenceLayout | JointLayout, *, group: Group = None, dim: int = 1
+) -> Tensor:
     """Gather the whole tensor on every rank from the shards of all ranks, without gradient.
 
     This is for evaluation. Every rank of the group must call it.
 
     Args:
         x: this rank's shard, `layout.shard_len(rank)` rows in `dim`.
-        layout: the layout of the sequence.
+        layout: the layout of the sequence. Rows that every rank holds are taken from their owners.
         group: as for `ring_attention`.
         dim: the sequence dim.
 
@@ -260,6 +263,9 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     """
     process_group = groups.check_group(group)
     with reporting(process_group):
+        if isinstance(layout, JointLayout):
+            x = layout.owned(x, process_group.rank(), dim)
+            layout = layout.owners
         checks.check_shard(x, dim, layout, process_group)
         checks.check_capture("unshard", x)
     # An all-gather needs equal sizes, so short shards are padded, and trimmed after it.

@@ -8,6 +8,7 @@ import torch
 
 from ring_attn.backends import get_backend
 from ring_attn.checks import attention as checks
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout, with_world_size
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy
@@ -110,6 +111,13 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
         names = [layout]
     elif problem.recurrent:
         names.remove("striped")  # where a state is sent for each row
+    if problem.replicated:
+        if layout == "balanced":
+            raise NotImplementedError(
+                "layout='balanced' is not built for replicated rows: pass 'auto', another name or "
+                "a JointLayout"
+            )
+        names = [name for name in names if name != "balanced"]
     return {name: _named(name, problem) for name in names}
 
 
@@ -117,6 +125,11 @@ def _named(name: str, problem: Problem) -> Layouts:
     if name == "balanced":
         return _balanced(problem)
     seqlens = problem.mask.seqlen_q, problem.mask.seqlen_k
+    if problem.replicated:
+        text = sum(problem.replicated)
+        video = SequenceLayout.from_name(name, seqlens[0] - text, problem.world_size)
+        owners = JointLayout([text, video]).owners
+        return owners, owners
     q, k = (SequenceLayout.from_name(name, n, problem.world_size) for n in seqlens)
     return q, k
 

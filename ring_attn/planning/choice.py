@@ -104,6 +104,7 @@ class Problem:
     documents: tuple[int, ...] = ()  # where they start, for these layers
     quick: bool = False
     each: float = 1.0
+    replicated: tuple[int, ...] = ()  # numbers of rows that every rank holds, by their owner
 
     @property
     def directions(self) -> tuple[bool, ...]:
@@ -200,11 +201,14 @@ class Choice:
         best: the first of the candidates within `planner.TIE` of the fastest.
         candidates: all, in this order: within `planner.TIE`, slower (by time), not simulated,
             refused.
+        replicated: costs of the exchange of rows that every rank holds, forward and backward, which
+            all candidates have in addition to their own; empty without such rows.
     """
 
     problem: Problem
     best: Candidate
     candidates: tuple[Candidate, ...] = field(repr=False)
+    replicated: tuple[DirectionCost, ...] = ()
 
     @property
     def strategy(self) -> Strategy:
@@ -247,6 +251,20 @@ class Choice:
         return [text + f"{way.algorithm} in {len(way.rounds)} rounds"]
 
     @property
+    def exchange(self) -> list[str]:
+        """A line about the rows that every rank holds; none without them."""
+        if not self.replicated:
+            return []
+        parts = [
+            f"{format_bytes(cost.bytes_sent)} and {format_seconds(cost.seconds)} {words}"
+            for words, cost in zip(("forward", "backward"), self.replicated, strict=False)
+        ]
+        return [
+            f"{sum(self.problem.replicated)} rows on every rank: each call takes at most "
+            f"{', '.join(parts)} more, exposed"
+        ]
+
+    @property
     def communicators(self) -> list[str]:
         """The memory of the best candidate's communicators in a line; empty without NCCL."""
         nbytes = self.best.communicator_bytes
@@ -279,7 +297,14 @@ class Choice:
             padded = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
             padded += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
             lines.append("  ".join(padded).rstrip())
-        rest = [*others, *self.traffic, *self.communicators, self.rates, self.reason]
+        rest = [
+            *others,
+            *self.traffic,
+            *self.exchange,
+            *self.communicators,
+            self.rates,
+            self.reason,
+        ]
         return "\n".join([*lines, *rest])
 
     def left_out(self) -> list[str]:
@@ -310,6 +335,7 @@ class Choice:
             "rates": problem.cluster.device.source,
             "backward": problem.backward,
             "recurrent": self.traffic,
+            "replicated": [asdict(cost) for cost in self.replicated],
             "best": self.best.to_dict(),
             "reason": self.reason,
             "candidates": [candidate.to_dict() for candidate in self.candidates],

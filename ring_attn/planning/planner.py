@@ -24,6 +24,7 @@ from torch import Tensor
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
 from ring_attn.checks import attention as checks
 from ring_attn.core.dtypes import DTYPES
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -42,6 +43,7 @@ from ring_attn.planning.choice import (
     format_seconds,
 )
 from ring_attn.planning.devices import DEVICES, builtin_cluster, find_cluster, with_backend
+from ring_attn.planning.replicated import replicated_costs
 from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.strategies.registry import code_of, why_not_same_bits
 from ring_attn.values import checks as values
@@ -86,7 +88,7 @@ def explain(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     cu_seqlens_k: Tensor | Sequence[int] | None = None,
     softcap: float = 0.0,
-    layout: str | SequenceLayout | Layouts = "auto",
+    layout: str | SequenceLayout | JointLayout | Layouts = "auto",
     strategies: Sequence[str | Strategy] | None = None,
     backend: str = "auto",
     same_bits: bool | None = None,
@@ -97,6 +99,7 @@ def explain(
     effort: Effort = "names",
     exact: bool = False,
     recurrent: int = 0,
+    replicated: int = 0,
 ) -> Choice:
     """Return the best strategy for a call, the reason, and the costs of all others.
 
@@ -119,7 +122,8 @@ def explain(
         causal, window_size, softcap: as for `ring_attention`.
         cu_seqlens, cu_seqlens_k: as for `ring_attention`; sequences of ints are accepted too.
         layout: "auto" tries "contiguous", "zigzag", "striped" and boundaries that balance the work;
-            one of these names; or a `SequenceLayout`, or a pair for queries and keys.
+            one of these names; or a `SequenceLayout`, or a pair for queries and keys; or a
+            `JointLayout` for both.
         strategies: names or values to choose among; None is all.
         backend: "auto", or a name.
         same_bits: as for `ring_attention`: True refuses strategies without it.
@@ -135,6 +139,9 @@ def explain(
             all.
         recurrent: bytes of a sequence's decay and state in a recurrent layer of the model, whose
             traffic the table shows too.
+        replicated: number of positions that every rank holds, such as text; they are the first of
+            `seqlen`. Layouts of the result are those of their owners (`JointLayout.owners`). The
+            table shows the cost of their exchange in a line of its own.
 
     Returns:
         A choice with `strategy` and `layout` to call with, `reason`, and `candidates` with seconds
@@ -179,6 +186,7 @@ def explain(
     values.check_flag("backward", backward)
     values.check_flag("exact", exact)
     values.check_int("recurrent", recurrent, least=0)
+    counts_of_owners, layout = _replicated(replicated, layout, seqlen, seqlen_k, world_size)
     if device_type is not None:
         values.check_one_of("device_type", device_type, ("cpu", "cuda"))
     if memory_bytes is not None:
@@ -210,8 +218,10 @@ def explain(
         exact,
         recurrent,
         tuple(sorted({0, seqlen, *(cu_q or ())})),
+        replicated=counts_of_owners,
     )
-    return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
+    choice = choose(problem, layouts_of(problem, layout), strategies, effort=effort)
+    return replace(choice, replicated=replicated_costs(problem, choice.best))
 
 
 def _cluster_of(cluster: Cluster | str | None, device_type: str | None, world_size: int) -> Cluster:
@@ -413,6 +423,34 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 # -- defaults
+
+
+def _replicated(
+    replicated: int,
+    layout: str | SequenceLayout | JointLayout | Layouts,
+    seqlen: int,
+    seqlen_k: int,
+    world_size: int,
+) -> tuple[tuple[int, ...], str | SequenceLayout | Layouts]:
+    """Return how many replicated rows each rank owns, and the layout of their owners."""
+    values.check_int("replicated", replicated, least=0)
+    if replicated and not isinstance(layout, str):
+        raise ValueError(
+            f"replicated={replicated} needs the name of a layout, got {layout}: pass a JointLayout "
+            "alone, or a name"
+        )
+    if replicated and (replicated > seqlen or seqlen_k != seqlen):
+        raise ValueError(
+            f"replicated={replicated} rows must be the first of seqlen={seqlen} queries and as "
+            f"many keys, got seqlen_k={seqlen_k}"
+        )
+    if isinstance(layout, JointLayout):
+        joint, layout = layout, layout.owners
+    elif replicated:
+        joint = JointLayout([replicated], world_size)
+    else:
+        return (), layout
+    return tuple(map(joint.num_owned, range(joint.world_size))), layout
 
 
 def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str) -> str:

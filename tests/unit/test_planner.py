@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -396,3 +397,37 @@ def test_a_cluster_by_the_name_of_a_device() -> None:
     assert str(call(cluster="h100")) == str(call(cluster=builtin_cluster("H100")))
     with refused(ValueError, "cluster must be one of|'H100'|'NO_CARD'"):
         call(cluster="no_card")
+
+
+# -- rows that every rank holds
+
+
+def test_replicated_rows_are_in_the_plan() -> None:
+    """16 heads of 64 in bfloat16: 2 KiB a row of out, of which a rank owns 64 of 512."""
+    options: dict[str, Any] = {"seqlen": 8192 + 512, "causal": False, "layout": "contiguous"}
+    choice = plan(replicated=512, **options)
+    forward, backward = choice.replicated
+    assert forward.bytes_sent == 7 * 64 * 2048, "own rows to 7 ranks"
+    assert backward.bytes_sent == 7 * 64 * 2048, "shares of the rows that 7 ranks own"
+    assert forward.messages == backward.messages == 1
+    joint = JointLayout([512, SequenceLayout.contiguous(8192, 8)])
+    assert choice.layouts == (joint.owners, joint.owners)
+    assert "512 rows on every rank" in str(choice)
+    given = plan(**{**options, "layout": joint})
+    assert given.replicated == choice.replicated and given.best.seconds == choice.best.seconds
+    assert plan(**options).replicated == ()
+    assert len(plan(replicated=512, backward=False, **options).replicated) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replicated": -1}, "at least 0"),
+        ({"replicated": 1 << 20}, "must be the first of seqlen"),
+        ({"replicated": 3, "seqlen_k": 64}, "as many keys"),
+        ({"replicated": 3, "layout": SequenceLayout.zigzag(1 << 14, 8)}, "the name of a layout"),
+    ],
+)
+def test_wrong_replicated_rows(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(**options)

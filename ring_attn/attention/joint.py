@@ -1,0 +1,273 @@
+"""Attention over joint layouts, in which every rank holds some of the rows.
+
+    this rank's rows      its own rows of `owners`      this rank's rows
+    q, k, v       --->    attention as usual    --->    out, lse
+            leave out rows                  gather the replicated rows
+            that others own                 from their owners
+
+The strategies see only `JointLayout.owners`, an ordinary layout. So every strategy, backend and
+mask serves a joint layout, and rows are computed and counted once. Afterwards one all-gather brings
+the replicated rows of the output from their owners to all ranks, which then have the same bits.
+
+Gradients of everything that the ranks hold equally are shares, as those of parameters are: their
+sum over the ranks is the gradient. In the backward, the owner of a row gets the sum of the ranks'
+shares of its output gradient. It returns the whole gradient of its q, k and v; the share of the
+other ranks is zero.
+
+If every rank holds all keys, as in cross-attention to text, each rank attends with its own rows of
+q, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn.call import Masks
+from ring_attn.checks import attention as checks
+from ring_attn.core.joint import JointLayout
+from ring_attn.core.layout import Layouts, SequenceLayout
+from ring_attn.core.mask import Mask, Slice
+from ring_attn.core.tiles import check_fit, pair_tiles
+from ring_attn.sequence.halo import exchanged
+from ring_attn.torch_private import group_by_name
+from ring_attn.transport.base import Agreement, Transport
+from ring_attn.transport.options import TransportOptions
+from ring_attn.transport.p2p import open_p2p, reporting
+
+# A layout of one side of a call.
+AnyLayout = SequenceLayout | JointLayout
+
+
+def is_joint(layout: object) -> bool:
+    """Return whether the layout that a user passed is a joint layout, or has one."""
+    sides = layout if isinstance(layout, (tuple, list)) else (layout,)
+    return any(isinstance(side, JointLayout) for side in sides)
+
+
+def sides_of(layout: object, group: dist.ProcessGroup) -> Sides:
+    """Return the layouts of queries and keys; refuse layouts for another number of ranks."""
+    sides = layout if isinstance(layout, (tuple, list)) else (layout, layout)
+    if len(sides) != 2 or not all(isinstance(x, (SequenceLayout, JointLayout)) for x in sides):
+        raise TypeError(
+            "layout must be a JointLayout, or a pair of SequenceLayout and JointLayout for queries "
+            f"and keys, got {layout!r}"
+        )
+    for side in sides:
+        if side.world_size != group.size():
+            raise ValueError(
+                f"layout must be for {group.size()} ranks, as the group has, got {side} for "
+                f"{side.world_size}"
+            )
+    return Sides(*sides)
+
+
+def owners_of(layout: AnyLayout) -> SequenceLayout:
+    """Return the layout that holds each position once."""
+    return layout.owners if isinstance(layout, JointLayout) else layout
+
+
+def own_rows(name: str, x: Tensor, layout: AnyLayout, rank: int, dim: int) -> Tensor:
+    """Return the rows of `owners_of(layout)` among a rank's rows."""
+    if isinstance(layout, SequenceLayout):
+        checks.check_layout(name, layout, x.size(dim), None, rank, layout.world_size)
+        return x
+    layout.check_shard(x, rank, dim, name)
+    return layout.owned(x, rank, dim)
+
+
+def on_every_rank(owned: Tensor, layout: AnyLayout, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Return this rank's rows of `layout` from its own rows: gather the replicated ones."""
+    if isinstance(layout, SequenceLayout) or layout.num_replicated == 0:
+        return owned
+    rank = dist.get_rank(group)
+    rows_first = layout.owned_replicated(owned, rank, dim).movedim(dim, 0)
+    other_dims = rows_first.shape[1:]
+    rows = rows_first.reshape(rows_first.size(0), math.prod(other_dims))  # (rows, features)
+    gathered: Tensor = _replicate(
+        rows,
+        counts=[layout.num_owned(owner) for owner in range(layout.world_size)],
+        group=group.group_name,
+        back=False,
+        shape=[dim % owned.ndim, *other_dims],
+    )
+    replicated = gathered.view(layout.num_replicated, *other_dims).movedim(0, dim)
+    return layout.joined(owned, replicated, rank, dim)
+
+
+# -- keys that every rank holds
+
+
+class Sides(NamedTuple):
+    """The layouts of queries and keys, of which at least one is joint."""
+
+    q: AnyLayout
+    k: AnyLayout
+
+    @property
+    def has_local_keys(self) -> bool:
+        """Whether every rank holds all keys."""
+        return isinstance(self.k, JointLayout) and self.k.is_replicated
+
+    def own_queries(self, q: Tensor, rank: int, dim: int) -> Tensor:
+        """Return the rows of q that a rank owns."""
+        return own_rows("q", q, self.q, rank, dim)
+
+    def own_keys(self, name: str, x: Tensor, rank: int, dim: int) -> Tensor:
+        """Return the rows of k or v with which a rank takes part: all, if all ranks hold them."""
+        if isinstance(self.k, JointLayout) and self.k.is_replicated:
+            self.k.check_shard(x, rank, dim, name)
+            return x
+        return own_rows(name, x, self.k, rank, dim)
+
+    @property
+    def owners(self) -> Layouts:
+        """The layouts of the owners."""
+        return owners_of(self.q), owners_of(self.k)
+
+    def local(self, mask: Masks | None, options: dict[str, Any]) -> tuple[Layouts, Masks]:
+        """Return the layouts and the mask of a call in which every rank attends to its own keys.
+
+        Args:
+            mask: the mask, or masks, that the user passed.
+            options: options of `ring_attention`; those that make a mask are removed.
+        """
+        layout_q, seqlen_k = owners_of(self.q), self.k.seqlen
+        if mask is None:
+            causal = options.pop("causal")
+            cu_q = checks.check_cu_seqlens("cu_seqlens", options.pop("cu_seqlens"))
+            cu_k = checks.check_cu_seqlens("cu_seqlens_k", options.pop("cu_seqlens_k"))
+            checks.check_documents(cu_q, cu_k)
+            mask = Mask(
+                layout_q.seqlen,
+                seqlen_k,
+                causal=causal,
+                window_size=checks.check_window(options.pop("window_size"), causal),
+                cu_seqlens_q=cu_q,
+                cu_seqlens_k=cu_q if cu_k is None else cu_k,
+            )
+        return local_layouts(layout_q, seqlen_k), _local_masks(layout_q, seqlen_k, mask)
+
+
+# `Any`: lists of masks may be lists of lists.
+def _local_masks(layout_q: SequenceLayout, seqlen_k: int, mask: Any) -> Any:
+    """Return the masks of `local_mask`, in lists like those that were given."""
+    if isinstance(mask, Mask):
+        checks.check_given_mask(mask, layout_q.seqlen, seqlen_k)
+        return local_mask(layout_q, seqlen_k, mask)
+    return [_local_masks(layout_q, seqlen_k, each) for each in mask]
+
+
+def local_layouts(layout_q: SequenceLayout, seqlen_k: int) -> Layouts:
+    """Return the layouts of queries in the order of the ranks, and of each rank's copy of the keys.
+
+        keys of rank 0   keys of rank 1
+    q0  x x x            . . .
+    q1  . . .            x x x
+    """
+    world_size = layout_q.world_size
+    first_rows = [0, *accumulate(layout_q.shard_lens)]
+    copies = SequenceLayout.contiguous(world_size * seqlen_k, world_size)
+    return SequenceLayout.boundaries(first_rows), copies
+
+
+@lru_cache(maxsize=256)
+def local_mask(layout_q: SequenceLayout, seqlen_k: int, mask: Mask) -> Mask:
+    """Return the mask between the layouts of `local_layouts`: no rank sees the others' copies."""
+    world_size = layout_q.world_size
+    one_copy = SequenceLayout.contiguous(seqlen_k, world_size=1)
+    # Only masks that depend on the distance of positions need equal strides.
+    if mask.has_upper_bounds or mask.has_windows:
+        check_fit(layout_q, SequenceLayout.contiguous(seqlen_k, world_size), mask)
+    first_rows = [0, *accumulate(layout_q.shard_lens)]
+    slices = []
+    for rank in range(world_size):
+        for tile in pair_tiles(layout_q, one_copy, mask, rank, 0):
+            slices.append(Slice(*tile.moved(q=first_rows[rank], k=rank * seqlen_k)))
+    return Mask.of_disjoint(
+        layout_q.seqlen, world_size * seqlen_k, slices, f"{mask.words}, keys on every rank"
+    )
+
+
+# -- the exchange, as a custom operator, so that torch.compile keeps it whole in a graph
+
+
+@torch.library.custom_op("ring_attn::replicate", mutates_args=())
+def _replicate(
+    x: Tensor, counts: Sequence[int], group: str, back: bool, shape: Sequence[int]
+) -> Tensor:
+    """Return the rows of all ranks, or with `back` the sums of the ranks' gradients of own rows.
+
+    Args:
+        x: this rank's rows, (rows, features); with `back` gradients of the rows of all ranks.
+        counts: the number of rows of each rank.
+        group: name of the process group.
+        back: whether x is gradients.
+        shape: the dim of the rows in the caller's tensor, and the sizes of its other dims.
+    """
+    checks.check_capture("a joint layout", x)
+    process_group = group_by_name(group)
+    # The ranks compare these values.
+    described = {
+        "dtype": x.dtype,
+        "dim and shape": tuple(shape),
+        "replicated rows": tuple(counts),
+        "back": back,
+    }
+    with reporting(process_group):
+        transport = open_p2p(process_group, TransportOptions())
+        # Not observed: `stats` returns the figures of the attention itself.
+        with transport.call("replicate", Agreement(described), x.device):
+            if back:
+                return _sum_at_owners(x, counts, transport)
+            return _gathered(x, counts, transport)
+
+
+@_replicate.register_fake
+def _(x: Tensor, counts: Sequence[int], group: str, back: bool, shape: Sequence[int]) -> Tensor:
+    rank = dist.get_rank(group_by_name(group))
+    return x.new_empty(counts[rank] if back else sum(counts), x.size(-1))
+
+
+def _gathered(x: Tensor, counts: Sequence[int], transport: Transport) -> Tensor:
+    """Return the rows of all ranks, in the order of the ranks."""
+    # An all-gather needs equal sizes, so short messages are padded, and trimmed after it.
+    padded = x.new_zeros(max(counts), x.size(1))
+    padded[: x.size(0)] = x
+    every = transport.gather(padded)
+    return torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)])
+
+
+def _sum_at_owners(x: Tensor, counts: Sequence[int], transport: Transport) -> Tensor:
+    """Return the sums of own rows over the ranks, added in the order of the ranks."""
+    own = counts[transport.rank]
+    received = exchanged(x, counts, [own] * transport.world_size, transport)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    total = x.new_zeros(own, x.size(1), dtype=wide)
+    for share in received.split(own) if own else ():
+        total += share
+    return total.to(x.dtype)
+
+
+# `Any`: torch gives the context of autograd and the inputs of operators no types.
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, counts, group, back, shape = inputs
+    ctx.counts = counts
+    ctx.group = group
+    ctx.back = back
+    ctx.shape = shape
+
+
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    dx: Tensor = _replicate(dout.contiguous(), ctx.counts, ctx.group, not ctx.back, ctx.shape)
+    return (dx, None, None, None, None)
+
+
+_replicate.register_autograd(_gradient, setup_context=_setup)
