@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -42,15 +43,19 @@ SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Parse a positive number of rows, bytes or others: "113", "8k" (8192), "1M" (1048576)."""
-    match = re.fullmatch(r"([0-9]{1,18})([kmg]?)", text.strip().lower())
-    size = int(match[1]) * SUFFIXES[match[2]] if match else 0
-    if not 1 <= size <= MAX_SIZE:
+    """Parse a positive number of rows, bytes or others: "113", "8k" (8192), "1.5k", "80GB".
+
+    All suffixes are binary: 80GB is 80 * 2**30, as memory of GPUs is counted.
+    """
+    number, suffix = r"[0-9]{1,18}(?:\.[0-9]{1,9})?", r"([kmg])(?:i?b)?|b"
+    match = re.fullmatch(rf"({number}) ?(?:{suffix})?", text.strip().lower())
+    size = Fraction(match[1]) * SUFFIXES[match[2] or ""] if match else Fraction(0)
+    if not 1 <= size <= MAX_SIZE or size.denominator != 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: pass a positive number such as 113, 8k (8192) or "
-            f"1M (1048576), up to {format_size(MAX_SIZE)}"
+            f"{text!r} is not a size: pass a whole number of at least 1, such as 113, 8k (8192), "
+            f"1.5k (1536), 1M (1048576) or 80GB, up to {format_size(MAX_SIZE)}"
         )
-    return size
+    return int(size)
 
 
 def shortened(text: str) -> str:

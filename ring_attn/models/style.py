@@ -402,8 +402,9 @@ class _ParallelAttention:
 
         def replaced(changed: Tensor) -> object:
             elements[index] = changed
-            is_named_tuple = hasattr(output, "_make")
-            return output._make(elements) if is_named_tuple else type(output)(elements)
+            make_named_tuple = getattr(output, "_make", None)
+            make = type(output) if make_named_tuple is None else make_named_tuple
+            return make(elements)
 
         return attention, replaced
 

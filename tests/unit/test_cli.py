@@ -36,9 +36,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_sizes_and_dtypes() -> None:
-    for text, size in (("113", 113), ("8K", 8192), (" 2g ", 2 << 30)):
+    sizes = {
+        "113": 113,
+        "8K": 8192,
+        " 2g ": 2 << 30,
+        "1.5k": 1536,
+        "0.5M": 1 << 19,
+        "80GB": 80 << 30,
+        "80 GiB": 80 << 30,
+        "7b": 7,
+    }
+    for text, size in sizes.items():
         assert parse_size(text) == size == parse_size(format_size(size))
-    for text in ("", "0", "-1", "8kb", "1.3", "1e3", "8 192", "nan", 400 * "9", "1125899906842625"):
+    not_sizes = ("", "0", "-1", "8kk", "1.3", "1.3k", ".5k", "1e3", "8 192", "nan", 400 * "9")
+    for text in (*not_sizes, "80gbb", "8ib", "1125899906842625"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
             parse_size(text)
     assert parse_dtype("bf16") is parse_dtype("bfloat16") is torch.bfloat16
