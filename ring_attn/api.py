@@ -518,8 +518,9 @@ def tree_decode(
         group: a process group, a mesh with one axis, or None for the default group.
         layout: which positions each rank holds, the same on every rank. For a growing cache see
             `SequenceLayout.appended` and `next_rank`. With None, each rank holds one run of
-            positions, in the order of the ranks, and each query sees all positions; a window, a
-            mask and several causal queries need a layout. With `cache_seqlens`, this is the layout
+            positions, in the order of the ranks. If a window, a mask or several causal queries hide
+            positions, the ranks then exchange their numbers of rows, for which the host waits, so
+            such a call cannot be captured in a CUDA graph. With `cache_seqlens`, this is the layout
             of the longest possible sequence, with one segment on each rank; with None, page p of a
             sequence (`page_size` positions) is on rank p % world_size.
         backend: as in `ring_attention`.
@@ -534,8 +535,8 @@ def tree_decode(
         natural logarithm of the softmax's denominator, including the sink.
 
     Raises:
-        ValueError: shapes, layout, window or sinks do not fit, there is no query, or the layout is
-            missing.
+        ValueError: shapes, layout, mask, window or sinks do not fit, there is no query, or
+            `cache_seqlens` lacks a layout.
         TypeError: a dtype or type that is not accepted.
         NotImplementedError: inputs that require a gradient (use `ring_attention`), a call that the
             named backend does not support, or a capture in a CUDA graph without the same call

@@ -26,9 +26,10 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal, cast
 
 import torch
@@ -57,10 +58,14 @@ class Figures:
         compute_s: time in attention, without copies into and out of messages.
         wait_s: time in waits for transfers, which compute did not hide.
         in_flight_s: time from the start of a transfer to the end of its wait, summed over
-            transfers; an upper bound of the transfers' durations.
+            transfers; an upper bound of `transfer_s`.
+        transfer_s: time from the start of a transfer to its arrival, summed over transfers. None if
+            the time of an arrival is unknown: gloo does not report it.
         bytes_sent: bytes that this rank sent to other ranks, also in collectives.
         bytes_received: bytes that this rank received from other ranks.
         messages: number of exchanges; a collective counts as one.
+        steps: number of steps of the program: hops of a ring, with or without tiles to compute, or
+            groups of gathered heads.
         peak_bytes: maximum of the bytes that torch had allocated during the call; None on CPU,
             where `profiling.peak_bytes` counts the bytes of a call.
         device_bytes: memory of the GPU, or None.
@@ -70,9 +75,11 @@ class Figures:
     compute_s: float
     wait_s: float
     in_flight_s: float
+    transfer_s: float | None
     bytes_sent: int
     bytes_received: int
     messages: int
+    steps: int
     peak_bytes: int | None
     device_bytes: int | None
 
@@ -222,8 +229,16 @@ class Observer:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.step: int | None = None  # None between steps
+        self.steps = 0
         self.spans: dict[str, list[Span]] = defaultdict(list)
+        # From the start of each transfer to its arrival; None if that is unknown.
+        self.transfers: list[Span | None] = []
         self._device = device
+
+    def begin_step(self, number: int | None) -> None:
+        """Count a step, and give its number to later ranges; None ends a step."""
+        self.step = number
+        self.steps += number is not None
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
@@ -238,6 +253,19 @@ class Observer:
     def mark(self) -> Moment:
         """Return the current moment on the device's clock; None if nothing is measured."""
         return None if self._device is None else _now(self._device)
+
+    def sent(self, start: Moment, end: streams.Event | None) -> None:
+        """Record the start of a transfer, and its arrival `end`, an event on a device's stream."""
+        if self._device is None:
+            return
+        if end is None:
+            self.transfers.append(None)
+            return
+        # The event of an exchange has no time. Another stream waits for it and records the time, so
+        # that neither the host nor the compute stream waits.
+        clock = _clock_stream(self._device)
+        end.wait(clock)
+        self.transfers.append((start, streams.moment(clock)))
 
     def landed(self, start: Moment) -> None:
         """Record the end of the wait for a transfer, which began at `start`."""
@@ -276,9 +304,11 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
             compute_s=sum(_total(observer.spans[name]) for name in COMPUTE),
             wait_s=_total(observer.spans["wait"]),
             in_flight_s=_total(observer.spans["flight"]),
+            transfer_s=_total_of_known(observer.transfers),
             bytes_sent=after.bytes_sent - before.bytes_sent,
             bytes_received=after.bytes_received - before.bytes_received,
             messages=after.messages - before.messages,
+            steps=observer.steps,
             peak_bytes=peak,
             device_bytes=device_bytes,
         )
@@ -291,6 +321,12 @@ def _now(device: torch.device) -> Moment:
     if streams.are_used(device):
         return streams.moment(streams.current(device))
     return time.perf_counter_ns()
+
+
+@cache
+def _clock_stream(device: torch.device) -> streams.Stream:
+    """Return the stream on which the arrivals of measured transfers are recorded."""
+    return streams.new(device)
 
 
 def _seconds(start: Moment, end: Moment) -> float:
@@ -309,6 +345,12 @@ def _seconds(start: Moment, end: Moment) -> float:
 def _total(spans: Iterable[Span]) -> float:
     """Return the sum of spans in seconds."""
     return sum((_seconds(*span) for span in spans), 0.0)
+
+
+def _total_of_known(spans: Sequence[Span | None]) -> float | None:
+    """Return the sum of spans in seconds; None if a span is unknown."""
+    known = [span for span in spans if span is not None]
+    return _total(known) if len(known) == len(spans) else None
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.transport import capture, streams
-from ring_attn.transport.base import Agreement
+from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.identity import debug_enabled
 
@@ -52,13 +53,16 @@ def attend(
     decode_call, agreement = planned_call(
         spec, options, several=False, seqlen_q=seqlen_q, mask=mask, layout=layout
     )
-    if layout is None and (mask is not None or not _hides_nothing(options, seqlen_q)):
-        raise ValueError(
-            "tree_decode with a window, a mask or several causal queries needs the layout of the "
-            "cache, got layout=None: pass SequenceLayout.boundaries(...) of the ranks' rows, or "
-            "another SequenceLayout, to every rank"
-        )
     transport = open_p2p(group, options.transport)
+    if layout is None and (mask is not None or not _hides_nothing(options, seqlen_q)):
+        # The mask depends on the positions of this rank's rows.
+        capture.refuse(
+            "without a layout the host would wait for the numbers of rows of all ranks: pass the "
+            "layout of the cache"
+        )
+        layout = _runs_of_ranks(rows, agreement, transport, q)
+        if mask is not None:
+            checks.check_given_mask(mask, seqlen_q, layout.seqlen)
     with transport.call("decode", agreement, q.device, sinks=sinks, queries=q):
         if layout is None:  # every query sees all rows, so their positions do not matter
             own_rows = SequenceLayout.contiguous(rows, 1)
@@ -69,6 +73,20 @@ def attend(
             )
             tiles = _tiles(layout, rank, whole_mask)
         return drivers.decode(decode_call, tiles, q, k, v, transport, sinks)
+
+
+def _runs_of_ranks(
+    rows: int, agreement: Agreement, transport: Transport, queries: Tensor
+) -> SequenceLayout:
+    """Return the layout in which each rank has one run of rows, in the order of the ranks.
+
+    The ranks exchange their numbers of rows, for which the host waits.
+    """
+    device = queries.device
+    own = torch.tensor([rows], dtype=torch.int64, device=device)
+    with transport.call("exchange numbers of rows", agreement, device, queries=queries):
+        rows_of_ranks = transport.gather(own).flatten().tolist()
+    return SequenceLayout.boundaries([*accumulate(rows_of_ranks, initial=0)])
 
 
 @capture.a_call

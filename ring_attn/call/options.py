@@ -172,6 +172,10 @@ class _Documents(_Scores, total=False):
     cu_seqlens_k: Tensor | None
 
 
+class MathOptions(_Basics, _Documents, total=False):
+    """Options of `ring_attention` that change what is computed."""
+
+
 class _Execution(TypedDict, total=False):
     backend: str
     transport: TransportOptions
@@ -195,7 +199,7 @@ class SdpaOptions(_Documents, DistributedOptions, total=False):
     """Options of `ring_attention` that scaled_dot_product_attention lacks."""
 
 
-class AttentionOptions(_Basics, _Documents, DistributedOptions, total=False):
+class AttentionOptions(MathOptions, DistributedOptions, total=False):
     """All options of `ring_attention` except `return_lse` and `return_max_logits`."""
 
     dropout_p: float

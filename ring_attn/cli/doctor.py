@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -19,7 +20,7 @@ from ring_attn.api import select_backend
 from ring_attn.attention.first_use import proven_backend
 from ring_attn.backends import Purpose
 from ring_attn.cli.arguments import write_json
-from ring_attn.cli.env import VARIABLES, Machine, machine
+from ring_attn.cli.env import VARIABLES, Gpu, Machine, machine
 from ring_attn.cli.verify import CaseResult, run_case
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -79,6 +80,27 @@ HARMFUL = {
 # Channels that a group of several nodes asks of NCCL for each peer on another node. By itself NCCL
 # takes 1 or 2, which copy 20 to 45 GB/s; 32 hang in NCCL 2.28.9 (NVIDIA/nccl#1915).
 NET_CHANNELS, NET_CHANNELS_VARIABLE = 4, "NCCL_NCHANNELS_PER_NET_PEER"
+
+
+class OptionalPackage(NamedTuple):
+    """A package without which ring_attn works, but lacks a feature."""
+
+    feature: str
+    install: str
+    needs_gpu: bool = False
+
+
+OPTIONAL = {
+    "triton": OptionalPackage("our kernels", "pip install triton"),
+    "flash_attn": OptionalPackage(
+        "the backend flash_attn", "pip install 'ring-attn[flash]'", needs_gpu=True
+    ),
+    "transformers": OptionalPackage("models of Hugging Face", "pip install 'ring-attn[hf]'"),
+    "accelerate": OptionalPackage(
+        "the Trainer of Hugging Face", "pip install 'ring-attn[trainer]'"
+    ),
+    "matplotlib": OptionalPackage("pictures (--plot)", "pip install 'ring-attn[plot]'"),
+}
 
 # Variables that name a file -> the command that writes such a file.
 FILES = {"RING_ATTN_CONFIGS": "ring-attn tune", "RING_ATTN_CLUSTER": "ring-attn calibrate"}
@@ -144,11 +166,12 @@ def _ranks(world_size: int, device: str) -> Iterator[Finding]:
 
 def _machine(here: Machine, device: str) -> Iterator[Finding]:
     """Report versions, hardware, files of variables, and GPUs."""
-    names = ("ring_attn", "python", "torch", "cuda", "rocm", "triton", "flash_attn")
+    names = ("ring_attn", "python", "torch", "cuda", "rocm")
     versions = here["versions"]
     shown = ", ".join(f"{name} {versions[name]}" for name in names if versions[name])
     yield Finding("versions", "ok", shown)
     yield Finding("machine", "ok", f"{here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB")
+    yield from _packages(here)
     for name, command in FILES.items():
         path = os.environ.get(name)
         if path and not os.path.isfile(path):
@@ -159,12 +182,50 @@ def _machine(here: Machine, device: str) -> Iterator[Finding]:
         mend = "" if is_built_for_gpus else "for a GPU, install the torch for it: pytorch.org"
         yield Finding("GPUs", "note", "torch can use none: ranks are on the CPU", mend)
         return
-    for gpu in here["devices"]:
-        yield Finding("GPU", "ok", f"{gpu['name']}, compute capability {gpu['capability']}")
+    yield from _gpus(here["devices"])
+    yield from _links(len(here["devices"]))
     if device == "cpu":
         text = f"{len(here['devices'])} GPUs: the ring below is on the CPU"
         mend = "for tests over NCCL, ring_attn.testing.share_gpu lets ranks share a GPU"
         yield Finding("ranks", "note", text, mend)
+
+
+def _packages(here: Machine) -> Iterator[Finding]:
+    """Report the optional packages: the installed ones, and what is missing without the others."""
+    installed = {name: here["versions"][name] for name in OPTIONAL if here["versions"][name]}
+    if installed:
+        shown = ", ".join(f"{name} {version}" for name, version in installed.items())
+        yield Finding("optional packages", "ok", shown)
+    for name, package in OPTIONAL.items():
+        if name not in installed and (here["devices"] or not package.needs_gpu):
+            text = f"not installed, needed for {package.feature}"
+            yield Finding(name, "note", text, package.install)
+
+
+def _gpus(gpus: list[Gpu]) -> Iterator[Finding]:
+    """Report the GPUs; GPUs of the same model share a line."""
+    models = [
+        f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, "
+        f"compute capability {gpu['capability']}"
+        for gpu in gpus
+    ]
+    for model in dict.fromkeys(models):
+        yield Finding("GPUs", "ok", f"{models.count(model)} x {model}")
+
+
+def _links(num_gpus: int) -> Iterator[Finding]:
+    """Report whether the GPUs of this machine can read each other's memory."""
+    pairs = [*permutations(range(num_gpus), 2)]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        first, second = apart[0]
+        text = (
+            f"{len(apart)} of {len(pairs)} pairs of GPUs cannot read each other's memory, such as "
+            f"GPU {first} and GPU {second}: they exchange through the host's memory"
+        )
+        yield Finding("links", "note", text, "nvidia-smi topo -m shows how they are connected")
+    elif pairs:
+        yield Finding("links", "ok", "each GPU can read the memory of all others")
 
 
 def _backends(device: str) -> Iterator[Finding]:

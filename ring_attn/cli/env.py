@@ -19,7 +19,16 @@ from ring_attn.version import __version__, installed_version
 
 # Versions are read from metadata, because an import of triton or flash-attn may fail or take
 # seconds.
-PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
+PACKAGES = (
+    "numpy",
+    "triton",
+    "flash-attn",
+    "einops",
+    "rich",
+    "transformers",
+    "accelerate",
+    "matplotlib",
+)
 
 VARIABLES = (
     "RING_ATTN_CLUSTER",

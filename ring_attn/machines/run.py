@@ -444,7 +444,7 @@ class Observed(Run):
     def all(self) -> None:
         self._posted: dict[Channel, Moment] = {}
         super().all()
-        self.observer.step = None
+        self.observer.begin_step(None)
 
     def another(
         self,
@@ -459,7 +459,7 @@ class Observed(Run):
         return run
 
     def step(self, op: ops.Step) -> None:
-        self.observer.step = op.number
+        self.observer.begin_step(op.number)
 
     def post(self, op: ops.Post) -> Event | None:
         start = self.observer.mark()
@@ -467,6 +467,7 @@ class Observed(Run):
             end = super().post(op)
         if self._among(op.ranks).world_size > 1:
             self._posted[op.channel] = start
+            self.observer.sent(start, end)
         return end
 
     def wait(self, op: ops.Wait) -> None:

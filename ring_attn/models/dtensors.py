@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, placement_types
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, placement_types
 
+from ring_attn.call import Layout
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import Layouts, SequenceLayout
 
 # The placement of a dim that is sharded twice, in another order. Some versions of torch derive it
@@ -17,8 +20,19 @@ from ring_attn.core.layout import Layouts, SequenceLayout
 _STRIDED: type | tuple[()] = getattr(placement_types, "_StridedShard", ())
 
 
-# scaled_dot_product_attention takes (batch, heads, rows, headdim).
-_SEQ_DIM = 2
+class Dims(NamedTuple):
+    """The dims of the rows and of the heads in a tensor, whose last dim is headdim."""
+
+    seq: int
+    head: int
+
+    def check(self, ndim: int) -> None:
+        """Refuse tensors whose last dim would not be headdim."""
+        if max(self) >= ndim - 1:
+            raise ValueError(
+                f"seq_dim {self.seq} and head_dim {self.head} must come before the last dim, which "
+                f"is headdim, but got tensors with {ndim} dims"
+            )
 
 
 class SplitRows:
@@ -26,6 +40,8 @@ class SplitRows:
 
     def __init__(self, mesh: DeviceMesh, seq_dim: int) -> None:
         self.mesh, self.seq_dim = mesh, seq_dim
+        # Meshes of DTensors -> the indices of our axes in them.
+        self._known_axes = {mesh: tuple(range(mesh.ndim))}
 
     def distributed(self, qkv: Sequence[Tensor], layouts: Layouts | None) -> list[Tensor]:
         """Return DTensors of the whole sequence, made from the plain shards of q, k and v.
@@ -35,56 +51,107 @@ class SplitRows:
         if layouts is None:
             lengths = [x.size(self.seq_dim) * self.mesh.size() for x in qkv]
         else:
-            for layout in layouts:
-                self._check_lengths(layout)
             layout_q, layout_k = layouts
             lengths = [layout_q.seqlen, layout_k.seqlen, layout_k.seqlen]
+            self.layout_of_lengths(lengths[:2], layouts)
+        dim, placements = self.seq_dim, [Shard(self.seq_dim)] * self.mesh.ndim
         return [
-            self._from_local(x, self.seq_dim, length)
+            _from_local(x, self.mesh, placements, [*x.shape[:dim], length, *x.shape[dim + 1 :]])
             for x, length in zip(qkv, lengths, strict=True)
         ]
 
-    def _check_lengths(self, layout: SequenceLayout) -> None:
-        """Refuse a layout whose shards have other lengths than DTensor's."""
-        possible = chunks(layout.seqlen, self.mesh.shape)
-        if layout.shard_lens != possible.shard_lens:
+    def layout_of_lengths(self, lengths: Sequence[int], layout: Layout) -> str | Layouts:
+        """Return the layout of DTensors with `lengths` queries and keys.
+
+        Refuse a layout whose shards have other lengths than DTensor's.
+        """
+        if isinstance(layout, str) and all(n % self.mesh.size() == 0 for n in lengths):
+            return layout
+        pair = layout if isinstance(layout, (tuple, list)) else (layout, layout)
+        of_q, of_k = (
+            self._layout_of_length(length, each) for length, each in zip(lengths, pair, strict=True)
+        )
+        return of_q, of_k
+
+    def _layout_of_length(
+        self, length: int, layout: str | SequenceLayout | JointLayout
+    ) -> SequenceLayout:
+        """Return the layout of a DTensor with `length` rows, see `layout_of_lengths`."""
+        if isinstance(layout, JointLayout):
+            raise NotImplementedError(
+                "a JointLayout, whose first rows every rank holds, is not built for DTensors: use "
+                "inside='local' with plain shards"
+            )
+        possible = chunks(length, self.mesh.shape)
+        if layout == "contiguous":
+            return possible
+        if isinstance(layout, str):
+            layout = SequenceLayout.from_name(layout, length, self.mesh.size())
+        if (layout.seqlen, layout.shard_lens) != (length, possible.shard_lens):
             raise ValueError(
-                f"DTensors with {layout.seqlen} rows have {list(possible.shard_lens)} rows on the "
+                f"DTensors with {length} rows have {list(possible.shard_lens)} rows on the "
                 f"ranks, but layout {layout} has {list(layout.shard_lens)}: use "
                 f"SequenceLayout.{possible}, or inside='local' with plain shards of any lengths"
             )
+        return layout
 
-    def shards(self, qkv: Sequence[DTensor]) -> list[Tensor]:
-        """Return this rank's rows of the arguments of scaled_dot_product_attention."""
-        expected = [Shard(_SEQ_DIM)] * self.mesh.ndim
-        for name, x in zip(("query", "key", "value"), qkv, strict=True):
-            if x.device_mesh != self.mesh or [*x.placements] != expected:
+    def check_placements(
+        self, qkv: Sequence[DTensor], dims: Dims, names: Sequence[str] = ("q", "k", "v")
+    ) -> None:
+        """Check that our axes shard the rows, and all other axes only heads or the batch."""
+        q = qkv[0]
+        dims.check(q.ndim)
+        mesh = q.device_mesh
+        axes = self._axes(mesh)
+        for name, x in zip(names, qkv, strict=True):
+            if x.device_mesh != mesh or x.placements != q.placements:
                 raise ValueError(
-                    f"{name} of F.scaled_dot_product_attention must be sharded along its rows, "
-                    f"Shard({_SEQ_DIM}), on the mesh of ContextParallel, got {list(x.placements)} "
-                    f"for shape {tuple(x.shape)}; is seq_dim={self.seq_dim} right?"
+                    f"{names[0]} and {name} must have the same placements on one mesh, got "
+                    f"{list(q.placements)} and {list(x.placements)}"
                 )
-        return [x.to_local() for x in qkv]
+        num_head_shards = 1
+        for axis, placement in enumerate(q.placements):
+            dim = _sharded_dim(placement)
+            if axis in axes:
+                fits = dim == dims.seq
+            else:
+                fits = placement == Replicate() or dim not in (None, dims.seq, q.ndim - 1)
+                num_head_shards *= mesh.size(axis) if dim == dims.head else 1
+            if not fits:
+                raise ValueError(
+                    f"{', '.join(names)} must be sharded along their rows, Shard({dims.seq}), on "
+                    f"the mesh of ContextParallel (axes {list(axes)} of their mesh), and along "
+                    f"heads or batch on other axes, got {list(q.placements)} for shape "
+                    f"{tuple(q.shape)}; is seq_dim={self.seq_dim} right?"
+                )
+        for name, x in zip(names, qkv, strict=True):
+            if x.size(dims.head) % num_head_shards:
+                raise ValueError(
+                    f"the {x.size(dims.head)} heads of {name} must be a multiple of the "
+                    f"{num_head_shards} ranks over which they are sharded, because a rank needs "
+                    "the kv heads of its q heads"
+                )
 
-    def whole(self, out: Tensor, query: Tensor) -> DTensor:
-        """Return this rank's rows of the attention output as a DTensor with the rows of `query`."""
-        return self._from_local(out, _SEQ_DIM, query.size(_SEQ_DIM))
-
-    def _from_local(self, x: Tensor, dim: int, length: int) -> DTensor:
-        """Return a DTensor with `length` rows in `dim`, whose strides have the order of x's."""
-        placements = [Shard(dim)] * self.mesh.ndim
-        # torch infers even shapes itself, also for symbolic lengths.
-        if x.size(dim) * self.mesh.size() == length:
-            return DTensor.from_local(x, self.mesh, placements, run_check=False)
-        # Expanded dims, whose stride is 0, have no place in an order of strides.
-        if 0 in x.stride():
-            x = x.contiguous()
-        outermost_first = sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
-        shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-        # A tensor without memory, which only computes the strides.
-        whole = torch.empty_permuted(shape, outermost_first, device="meta")
-        return DTensor.from_local(
-            x, self.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    def _axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """Return the indices of our axes in the mesh of a DTensor."""
+        if mesh in self._known_axes:
+            return self._known_axes[mesh]
+        ours, theirs = self.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
+        axes = tuple(theirs.index(name) for name in ours if name in theirs)
+        if len(axes) != self.mesh.ndim and mesh.ndim == self.mesh.ndim:
+            axes = tuple(range(mesh.ndim))  # meshes without names
+        coordinate = mesh.get_coordinate()
+        if len(axes) == self.mesh.ndim and list(axes) == sorted(axes) and coordinate is not None:
+            # Our axes as a whole, and this rank's coordinate on the others.
+            here = tuple(slice(None) if i in axes else at for i, at in enumerate(coordinate))
+            if torch.equal(mesh.mesh[here], self.mesh.mesh):
+                self._known_axes[mesh] = axes
+                return axes
+        raise ValueError(
+            f"q, k, v are on a mesh with axes {theirs} of sizes {tuple(mesh.shape)}, which does "
+            f"not contain the mesh of ContextParallel, axes {ours} of sizes "
+            f"{tuple(self.mesh.shape)}, over the same ranks: distribute them over a mesh with "
+            "these axes, or pass this rank's shards as plain tensors"
         )
 
 
@@ -97,6 +164,17 @@ def rows_of(x: DTensor) -> Tensor:
             f"placements {list(x.placements)} of shape {tuple(x.shape)}"
         )
     return x.to_local()
+
+
+def placed_as(out: Tensor, q: DTensor) -> DTensor:
+    """Return this rank's rows of attention as a DTensor with the placements of q."""
+    expected, headdim_v = q.to_local().shape[:-1], out.size(-1)
+    if out.shape[:-1] != expected:
+        raise ValueError(
+            f"the attention must have the dims of q, (..., headdim_v) = {(*expected, headdim_v)} "
+            f"on this rank, got {tuple(out.shape)}"
+        )
+    return _from_local(out, q.device_mesh, q.placements, [*q.shape[:-1], headdim_v])
 
 
 def chunks(seqlen: int, sizes: Sequence[int]) -> SequenceLayout:
@@ -121,3 +199,26 @@ def _sharded_dim(placement: object) -> int | None:
     if isinstance(placement, Shard) and not isinstance(placement, _STRIDED):
         return placement.dim
     return None
+
+
+def _from_local(
+    x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """Return a DTensor with a global shape, whose strides have the order of x's."""
+    even_shape = list(x.shape)
+    for axis, placement in enumerate(placements):
+        dim = _sharded_dim(placement)
+        if dim is not None:
+            even_shape[dim] *= mesh.size(axis)
+    # torch infers even shapes itself, also for symbolic lengths.
+    if even_shape == list(shape):
+        return DTensor.from_local(x, mesh, placements, run_check=False)
+    # Expanded dims, whose stride is 0, have no place in an order of strides.
+    if 0 in x.stride():
+        x = x.contiguous()
+    outermost_first = sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
+    # A tensor without memory, which only computes the strides.
+    whole = torch.empty_permuted(shape, outermost_first, device="meta")
+    return DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )

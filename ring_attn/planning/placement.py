@@ -100,26 +100,31 @@ def pack(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     max_balance: float = 1.05,
+    max_rows: int | None = None,
+    align: int = 1,
 ) -> Packing:
-    """Places the documents of a batch: short ones whole on one rank, long ones over several.
+    """Place the documents of a batch: short ones whole on one rank, long ones over several.
 
-    No rank has more than `max_balance` times the mean of the rows, or of the visible pairs, if the
-    lengths allow that; within these bounds few documents are cut. The result depends on the
-    arguments alone, so it is the same on every rank.
+    No rank has more than `max_balance` times the mean of the visible pairs, or more than `max_rows`
+    rows, if the lengths allow that; within these bounds few documents are cut. The result depends
+    only on the arguments, so it is the same on every rank.
 
     Args:
         lengths: rows of each document; may be 0.
         world_size: number of ranks, at most 16,384.
         causal: as for `ring_attention`.
         window_size: as for `ring_attention`.
-        max_balance: the most visible pairs and rows of a rank, as a multiple of the mean.
+        max_balance: the most visible pairs of a rank, as a multiple of the mean; without
+            `max_rows` also its most rows.
+        max_rows: the most rows of a rank, such as the rows that its memory holds.
+        align: documents are cut only at multiples of it, counted from their first rows.
 
     Returns:
         The layout, the boundaries and the order of the documents, and the figures.
 
     Raises:
-        ValueError: no documents, or numbers out of range.
-        TypeError: lengths are not ints.
+        ValueError: no documents, numbers out of range, or more rows than the ranks may have.
+        TypeError: lengths, `max_rows` or `align` are not ints.
 
     Example:
         >>> import torch
@@ -141,10 +146,11 @@ def pack(
     check_int("world_size", world_size, least=1)
     if world_size > MAX_RANKS:
         raise ValueError(f"world_size must be at most {MAX_RANKS:,}, got {world_size:,}")
+    check_int("align", align, least=1)
     check_max_balance(max_balance)
     left, right = check_window(window_size, causal)
     window = left, 0 if causal else right
-    most_rows = math.ceil(Fraction(max_balance) * sum(rows) / world_size)
+    most_rows = _most_rows(sum(rows), world_size, max_balance, max_rows)
     pairs_of = {n: pairs_before(n, window, n) for n in set(rows)}
     pairs = [pairs_of[n] for n in rows]
     mean = Fraction(sum(pairs), world_size)
@@ -155,7 +161,7 @@ def pack(
     shares = (*MAX_SHARES, Fraction(0)) if len(rows) * world_size <= MAX_EXHAUSTIVE else MAX_SHARES
     best: _Placement | None = None
     for share in shares:
-        placed = _Placement(bounds, window, share)
+        placed = _Placement(bounds, window, align, share)
         for index in documents:
             placed.add(index, rows[index], pairs[index])
             if best is not None and placed.excess >= best.excess:
@@ -165,7 +171,26 @@ def pack(
             if best.excess == (0, 0):
                 break
     assert best is not None, "there are shares"
+    if max_rows is not None and max(best.rows) > max_rows:
+        raise ValueError(
+            f"max_rows is {max_rows}, but with cuts at multiples of align={align} a rank has "
+            f"{max(best.rows)} rows: allow as many, or pass a smaller align"
+        )
     return best.packing(rows)
+
+
+def _most_rows(total: int, world_size: int, max_balance: float, max_rows: int | None) -> int:
+    """Return the bound of a rank's rows; refuse a bound within which the ranks cannot hold all."""
+    if max_rows is None:
+        return math.ceil(Fraction(max_balance) * total / world_size)
+    check_int("max_rows", max_rows, least=1)
+    if max_rows * world_size < total:
+        least_rows, least_ranks = -(-total // world_size), -(-total // max_rows)
+        raise ValueError(
+            f"max_rows is {max_rows}, so {world_size} ranks hold {max_rows * world_size} of "
+            f"{total} rows: allow {least_rows} rows, or use {least_ranks} ranks"
+        )
+    return max_rows
 
 
 def pairs_before(length: int, window: Window, row: int) -> int:
@@ -207,9 +232,9 @@ class _Cut:
 class _Placement:
     """The documents that are placed so far, and each rank's share of them."""
 
-    def __init__(self, bounds: _Bounds, window: Window, share: Fraction) -> None:
+    def __init__(self, bounds: _Bounds, window: Window, align: int, share: Fraction) -> None:
         size = bounds.world_size
-        self.bounds, self.window = bounds, window
+        self.bounds, self.window, self.align = bounds, window, align
         # Most pairs, rows and mean pairs that one rank may have of one document.
         self._share = [int(share * most) for most in (bounds.pairs, bounds.rows, bounds.mean)]
         self.pairs, self.rows = [0] * size, [0] * size
@@ -226,24 +251,32 @@ class _Placement:
         return max(0, max(self.rows) - rows), max(0, max(self.pairs) - pairs)
 
     def add(self, index: int, rows: int, pairs: int) -> None:
-        ranks = self.bounds.world_size
+        ranks, blocks = self.bounds.world_size, self._blocks(rows)
         most_pairs, most_rows, mean = self._share
         needed = max(_parts(pairs, most_pairs), _parts(rows, most_rows))
         if needed >= SPREAD_FROM:
             needed = max(needed, _parts(pairs, mean))
-        if needed <= 1 or min(ranks, rows) == 1:
+        if needed <= 1 or min(ranks, blocks) == 1:
             rank = self._rank_for(rows, pairs)
             if rank is None and self.num_forced >= MAX_FORCED * ranks:
                 rank = self._rank_for(rows, -sum(self.pairs))
-            if rank is None and min(ranks, rows) == 1:
+            if rank is None and min(ranks, blocks) == 1:
                 rank = self._levels[0][1]
             if rank is not None:
                 self.whole[rank].append(index)
                 self._fill(rank, rows, pairs)
                 return
             self.num_forced += 1
-        least = max(2, min(needed, ranks, rows))
-        self._add_shared(index, rows, pairs, self._ranks_for(rows, pairs, least))
+        least = max(2, min(needed, ranks, blocks))
+        self._add_shared(index, rows, pairs, self._ranks_for(blocks, pairs, least))
+
+    def _blocks(self, rows: int) -> int:
+        """Return the number of blocks of `align` rows that hold so many rows."""
+        return -(-rows // self.align)
+
+    def _room(self, rank: int) -> int:
+        """Return the number of whole blocks for which a rank has room."""
+        return max(0, self.bounds.rows - self.rows[rank]) // self.align
 
     def _level(self, rank: int) -> float:
         """Fill of a rank relative to its bounds, by pairs or by rows, whichever is greater."""
@@ -264,7 +297,7 @@ class _Placement:
         self.rows[rank] += rows
         insort(self._levels, (self._level(rank), rank))
 
-    def _ranks_for(self, rows: int, pairs: int, least: int) -> list[int]:
+    def _ranks_for(self, blocks: int, pairs: int, least: int) -> list[int]:
         """The fewest ranks with room for a cut document; neighbours, unless that takes many more.
 
         Neighbours lie within an aligned run of 2, 4, 8 ... ranks, so that they share a node if a
@@ -272,10 +305,9 @@ class _Placement:
         """
         size = self.bounds.world_size
         free = [
-            (max(0, self.bounds.pairs - self.pairs[r]), max(0, self.bounds.rows - self.rows[r]))
-            for r in range(size)
+            (max(0, self.bounds.pairs - self.pairs[rank]), self._room(rank)) for rank in range(size)
         ]
-        free_pairs_before, free_rows_before = (
+        free_pairs_before, free_blocks_before = (
             list(accumulate((of_rank[i] for of_rank in free), initial=0)) for i in (0, 1)
         )
         for count in range(least, min(2 * least, size) + 1):
@@ -285,25 +317,27 @@ class _Placement:
             for start in starts:
                 stop = start + count
                 share_of_pairs = (free_pairs_before[stop] - free_pairs_before[start]) / pairs
-                share_of_rows = (free_rows_before[stop] - free_rows_before[start]) / rows
-                shares.append(min(share_of_pairs, share_of_rows))
+                share_of_blocks = (free_blocks_before[stop] - free_blocks_before[start]) / blocks
+                shares.append(min(share_of_pairs, share_of_blocks))
             if shares and max(shares) >= 1:
                 start = starts[shares.index(max(shares))]
                 return list(range(start, start + count))
         emptiest = [rank for _, rank in self._levels]
         sums = [accumulate([free[rank][i] for rank in emptiest]) for i in (0, 1)]
-        for count, (free_pairs, free_rows) in enumerate(zip(*sums, strict=True), 1):
-            if count >= least and free_pairs >= pairs and free_rows >= rows:
+        for count, (free_pairs, free_blocks) in enumerate(zip(*sums, strict=True), 1):
+            if count >= least and free_pairs >= pairs and free_blocks >= blocks:
                 return sorted(emptiest[:count])
         return list(range(size))
 
     def _add_shared(self, index: int, rows: int, pairs: int, ranks: list[int]) -> None:
-        free = [max(0, self.bounds.rows - self.rows[r]) for r in ranks]
-        if sum(free) < rows:
-            free = [rows] * len(ranks)
-        document = _Document(rows, self.window)
-        counts = _levelled([self.rows[r] for r in ranks], rows, [0] * len(ranks), free)
-        ends = [sorted((document.pairs(0, n), document.pairs(rows - n, rows))) for n in counts]
+        blocks = self._blocks(rows)
+        free = [self._room(rank) for rank in ranks]
+        if sum(free) < blocks:
+            free = [blocks] * len(ranks)
+        document = _Document(rows, self.window, self.align)
+        held = [self._blocks(self.rows[rank]) for rank in ranks]
+        counts = _levelled(held, blocks, [0] * len(ranks), free)
+        ends = [sorted(document.pairs_of_ends(count)) for count in counts]
         low, high = ([end[side] for end in ends] for side in (0, 1))
         aims = _levelled([self.pairs[r] for r in ranks], pairs, low, high)
         runs = document.shared(counts, aims, self.bounds.miss)
@@ -348,45 +382,62 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _Document:
-    """A document that several ranks share."""
+    """A document that several ranks share, in blocks of `align` rows; the last may be shorter."""
 
     length: int
     window: Window
+    align: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.length // self.align)
+
+    def rows(self, start: int, stop: int) -> RowRange:
+        """Return the rows of the blocks `[start, stop)`."""
+        return min(start * self.align, self.length), min(stop * self.align, self.length)
 
     def pairs(self, start: int, stop: int) -> int:
+        """Return the visible pairs of the queries in rows `[start, stop)`."""
         before, upto = (pairs_before(self.length, self.window, row) for row in (start, stop))
         return upto - before
 
-    def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[RowRange]]:
-        """Each rank's runs: `counts` rows with about `aims` pairs.
+    def pairs_of_ends(self, count: int) -> tuple[int, int]:
+        """Return the visible pairs of the first, and of the last, `count` blocks."""
+        head, tail = self.rows(0, count), self.rows(self.blocks - count, self.blocks)
+        return self.pairs(*head), self.pairs(*tail)
 
-        The ranks whose pairs per row are farthest from the mean choose first.
+    def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[RowRange]]:
+        """Return each rank's runs of rows: `counts` blocks with about `aims` pairs.
+
+        The ranks whose pairs per block are farthest from the mean choose first.
         """
-        mean = sum(aims) / self.length
+        mean = sum(aims) / self.blocks
         ranks = [i for i, count in enumerate(counts) if count]
         ranks.sort(key=lambda i: (-abs(aims[i] / counts[i] - mean), i))
         shares: list[list[RowRange]] = [[] for _ in counts]
-        start, stop, wanted = 0, self.length, max(1, sum(aims[i] for i in ranks))
+        start, stop, wanted = 0, self.blocks, max(1, sum(aims[i] for i in ranks))
         for i in ranks:
             head = counts[i]
             if i != ranks[-1]:
-                left = self.pairs(start, stop)
+                left = self.pairs(*self.rows(start, stop))
                 head = self._head(start, stop, head, aims[i] * left // wanted, miss)
             wanted = max(1, wanted - aims[i])
             tail = stop - (counts[i] - head)
-            runs = [(start, start + head), (tail, stop)]
+            runs = [self.rows(start, start + head), self.rows(tail, stop)]
             shares[i] = [run for run in runs if run[0] < run[1]]
             start, stop = start + head, tail
         return shares
 
     def _head(self, start: int, stop: int, count: int, aim: int, miss: int) -> int:
-        """Number of rows to take from the head of `[start, stop)`; the rest come from its tail.
+        """Return how many blocks to take from the head of `[start, stop)`, the rest from its tail.
 
-        More rows from the head mean fewer pairs.
+        More blocks from the head mean fewer pairs.
         """
 
         def off(head: int) -> int:
-            return self.pairs(start, start + head) + self.pairs(stop - (count - head), stop) - aim
+            tail = stop - (count - head)
+            pairs_of_head = self.pairs(*self.rows(start, start + head))
+            return pairs_of_head + self.pairs(*self.rows(tail, stop)) - aim
 
         for one_run in (count, 0):
             if abs(off(one_run)) <= miss:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ring_attn.core.program import Channel
+import torch
+import torch.distributed as dist
+
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.program import Channel, Program
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy, resolve_strategy
+from ring_attn.machines.rehearse import connect
+from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.groups import Group
@@ -13,7 +22,12 @@ from ring_attn.transport.p2p import check_calls, group_device, new_p2p
 CHANNELS: tuple[Channel, ...] = ("shards", "gradients")
 
 
-def prepare(group: Group = None, *, transport: TransportOptions | None = None) -> None:
+def prepare(
+    group: Group = None,
+    strategy: str | Strategy | None = None,
+    *,
+    transport: TransportOptions | None = None,
+) -> None:
     """Connect the ranks of a group; all ranks call `prepare` together.
 
     Optional, since the first call of `ring_attention` also connects. `prepare` finds missing ranks
@@ -22,24 +36,53 @@ def prepare(group: Group = None, *, transport: TransportOptions | None = None) -
 
     Args:
         group: as in `ring_attention`.
+        strategy: as in `ring_attention`, but not "auto". Each message of the strategy, forward and
+            backward, is then sent once, with a few bytes, so that communicators among some of the
+            ranks are made, too, and broken links are found. None connects the whole group only.
         transport: as in the calls that follow.
 
     Raises:
-        RuntimeError: naming the ranks that did not arrive within the timeout.
+        RuntimeError: ranks did not arrive within the timeout, or prepare for other strategies; the
+            error names them.
+        ValueError: an unknown strategy, "auto", or degrees that do not fit the ranks.
+        TypeError: `strategy` is neither a name nor a `Strategy`.
 
     Example:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> prepare()
+        >>> prepare(strategy="ring")
         >>> dist.destroy_process_group()
     """
     process_group = groups.check_group(group)
     options = groups.check_transport(transport or TransportOptions())
+    if strategy == "auto":
+        raise ValueError(
+            "strategy must be known before the first call, got 'auto': pass the strategy that "
+            "ring_attn.explain(...) returns, or leave strategy out"
+        )
     device = group_device(process_group)
+    world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    resolved = None
+    if strategy is not None:
+        resolved = resolve_strategy(strategy, world_size, groups.mesh_shape(group))
     opened = new_p2p(process_group, options)
-    with opened.call("prepare", Agreement({}), device):
+    with opened.call("prepare", Agreement({"strategy": resolved}), device):
         for channel in CHANNELS:
             opened.join(channel, device)
+        if resolved is not None:
+            for program in _small_programs(resolved, device, world_size, rank):
+                connect(program, opened, device)
+
+
+def _small_programs(
+    strategy: Strategy, device: torch.device, world_size: int, rank: int
+) -> tuple[Program, Program]:
+    """Return a rank's programs of a small call, forward and backward, with all its messages."""
+    seqlen = 2 * world_size
+    layout, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen)
+    spec = AttentionSpec(device.type, torch.float32, 1, world_size, world_size, 16, 16)
+    call = make_call(strategy, spec, (layout, layout), mask, rank, backend="reference")
+    return program_of(call, backward=False), program_of(call, backward=True)
 
 
 def check(group: Group = None) -> None:

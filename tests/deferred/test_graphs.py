@@ -239,13 +239,15 @@ def test_a_stream_that_is_not_joined_is_found() -> None:
 def refusals(rank: int, recorder: Recorder) -> None:
     training = Training(CASE, 3)
     inputs = [x.clone() for x in training.shards(rank)]
-    recorder.given(*inputs)
+    cache = [x.clone() for x in Decoding().shards(rank)]
+    recorder.given(*inputs, *cache)
     layout = SequenceLayout.zigzag(SEQLEN, 3)
     made: list[Callable[[], object]] = [
         lambda: training.step(rank, recorder, inputs),
         lambda: halo(inputs[0], layout, 1),
+        lambda: tree_decode(*cache, window_size=(4, -1), backend="reference"),
     ]
-    words = ["make the same forward call once before", "halo"]
+    words = ["make the same forward call once before", "halo", "pass the layout of the cache"]
 
     def refuse_all() -> None:
         for call, why in zip(made, words, strict=True):

@@ -267,7 +267,6 @@ DECODE: list[Bad] = [
     value_error("k of the group's rank", layout=SequenceLayout.contiguous(20, 2)),
     value_error("rows in dim 1", heads_first(layout=SequenceLayout.contiguous(SEQLEN, 2))),
     type_error("k must be a torch.Tensor, got None", k=None),
-    value_error("needs the layout of the cache|layout=None", window_size=(2, 0)),
     type_error("return_max_logits", return_max_logits=True),
     value_error("block_table needs cache_seqlens", block_table=ints(0)[None]),
     value_error("cache_seqlens must be at least 0, got -1", cache_seqlens=-1),

@@ -15,6 +15,7 @@ from ring_attn import (
     Segment,
     SequenceLayout,
     TransportOptions,
+    masks,
     next_rank,
     ring_attention,
     tree_decode,
@@ -102,6 +103,41 @@ def test_runs_of_any_length_need_no_layout_where_queries_see_all() -> None:
         got = tree_decode(q, *shards, causal=causal, return_lse=True)
         assert ends.stats.messages == 1
         assert_exact(got, inputs, Mask(tokens, sum(rows), causal=causal))
+
+
+WITHOUT_LAYOUT: dict[str, tuple[int, dict[str, Any]]] = {
+    "several tokens": (3, {}),
+    "window": (1, {"window_size": (40, 0)}),
+    "window of several": (3, {"window_size": (40, 1), "causal": False}),
+    "mask": (2, {"mask": masks.sink_window(71, sinks=4, left=20).rows(69, 71)}),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_LAYOUT)
+@on_ranks(3)
+def test_runs_of_any_length_need_no_layout_where_positions_are_hidden(name: str) -> None:
+    """The ranks exchange their numbers of rows; results have the bits of a call with a layout."""
+    rows, ends = (40, 0, 31), open_p2p(dist.group.WORLD, TransportOptions())
+    tokens, options = WITHOUT_LAYOUT[name]
+    q, k, v, _ = inputs = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
+    shards = [x.split(rows, 1)[dist.get_rank()] for x in (k, v)]
+    ends.stats.reset()
+    got = tree_decode(q, *shards, return_lse=True, **options)
+    assert ends.stats.messages == 2  # the numbers of rows, and the partial results
+    mask = options.get("mask") or Mask(tokens, sum(rows), **{"causal": True} | options)
+    assert_exact(got, inputs, mask)
+    layout = SequenceLayout.boundaries([0, 40, 40, 71])
+    again = tree_decode(q, *shards, layout=layout, return_lse=True, **options)
+    assert all(map(torch.equal, got, again))
+
+
+@on_ranks(2)
+def test_a_mask_that_does_not_fit_the_rows_of_all_ranks_is_refused() -> None:
+    q, k, v, _ = random_qkv(seqlen_q=1, seqlen_k=5, **SIZES)
+    with refused(ValueError, "mask|10"):
+        tree_decode(q, k, v, mask=masks.causal(9).rows(8, 9))
+    # The group stays usable.
+    assert tree_decode(q, k, v).shape == (2, 1, 4, 8)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])

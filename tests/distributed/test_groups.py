@@ -321,10 +321,11 @@ def test_calls_are_the_same_behind_prepare(name: str) -> None:
     strategy = strategy_of(name, 4)
     layout = SequenceLayout.contiguous(13, 4)
     outs = []
-    for prepared in (True, False):
+    for prepared in ("the group", "the strategy", "nothing"):
         group = dist.new_group()
-        if prepared:
-            prepare(group, transport=OPTIONS)
+        if prepared != "nothing":
+            chosen = strategy if prepared == "the strategy" else None
+            prepare(group, chosen, transport=OPTIONS)
             assert list(rank_group(group).connection.links) == ["cpu"]
         rows = layout.shard_len(dist.get_rank())
         torch.manual_seed(dist.get_rank())
@@ -334,8 +335,28 @@ def test_calls_are_the_same_behind_prepare(name: str) -> None:
         )
         outs.append((out, open_p2p(group, OPTIONS).stats.messages))
         dist.destroy_process_group(group)
-    assert outs[0][1] == outs[1][1] > 0, "what prepares is not counted"
-    assert torch.equal(outs[0][0], outs[1][0])
+    (plain, messages), *others = reversed(outs)
+    for out, counted in others:
+        assert counted == messages > 0, "messages that prepare are not counted"
+        assert torch.equal(out, plain)
+
+
+@pytest.mark.gloo
+@on_ranks(2)
+def test_ranks_that_prepare_for_different_strategies_are_refused() -> None:
+    name = ("ring", "all_gather")[dist.get_rank()]
+    with refused(RuntimeError, "all_gather"):
+        prepare(dist.new_group(), name, transport=OPTIONS)
+
+
+@on_ranks(2)
+def test_strategies_that_cannot_be_prepared_are_refused() -> None:
+    with refused(ValueError, "strategy must be known before the first call, got 'auto'"):
+        prepare(strategy="auto")
+    with refused(ValueError, "strategy must be one of|'bogus'"):
+        prepare(strategy="bogus")
+    with refused(ValueError, "needs a degree"):
+        prepare(strategy="hybrid")
 
 
 def a_call_right_away() -> tuple[Tensor, Tensor]:

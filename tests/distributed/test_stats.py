@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from ring_attn import SequenceLayout, Strategy, ring_attention, tree_decode
-from ring_attn.core.program import Program
+from ring_attn.core.program import Inner, Program, Step
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import resolve_strategy
 from ring_attn.machines.count import bytes_sent
@@ -19,17 +19,24 @@ from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import Case, Heads, random_qkv
 from ring_attn.testing.ranks import arguments_of
+from ring_attn.transport import streams
 from tests.distributed.pool import Pools, everyone, on_ranks
 
 SEQLEN = 97
 SIZES = {"batch": 2, "nheads": 6, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
 
-# Counts of one direction: bytes sent, messages.
-Counts = tuple[int, int]
+# Counts of one direction: bytes sent, messages, steps.
+Counts = tuple[int, int, int]
 
 
 def planned(program: Program) -> Counts:
-    return bytes_sent(program), len([*program.posts()])
+    return bytes_sent(program), len([*program.posts()]), num_steps(program)
+
+
+def num_steps(program: Program) -> int:
+    """The number of steps of a program and of the programs inside it."""
+    inner = sum(num_steps(op.program) for op in program.ops if isinstance(op, Inner))
+    return inner + sum(op.number is not None for op in program.ops if isinstance(op, Step))
 
 
 def adding_up(figures: Figures | None, seconds: float) -> Figures:
@@ -40,6 +47,10 @@ def adding_up(figures: Figures | None, seconds: float) -> Figures:
     assert figures.wait_s <= figures.in_flight_s
     if figures.messages:
         assert figures.wait_s > 0.0
+        # gloo does not report when a message has arrived.
+        is_known = streams.are_used(torch.device("cpu"))
+        assert (figures.transfer_s is not None) == is_known
+        assert figures.transfer_s is None or 0.0 < figures.transfer_s <= figures.in_flight_s
     return figures
 
 
@@ -71,7 +82,7 @@ def measured_as_planned(kind: str, strategy: str | Strategy) -> None:
     ):
         got = adding_up(figures, seconds)
         counts = planned(program_of(call, backward=backward))
-        assert (got.bytes_sent, got.messages) == counts
+        assert (got.bytes_sent, got.messages, got.steps) == counts
         # Bytes that a rank sends are received by another rank.
         assert sum(everyone(got.bytes_sent)) == sum(everyone(got.bytes_received)) > 0
 
@@ -94,6 +105,7 @@ def test_decoding_is_measured() -> None:
     figures = adding_up(stats().forward, seconds)
     nbytes = decode_packet(AttentionSpec.of(q, k, v), 1).nbytes
     assert (figures.bytes_sent, figures.bytes_received, figures.messages) == (nbytes, nbytes, 1)
+    assert figures.steps == 0
     assert stats().backward is None
 
 

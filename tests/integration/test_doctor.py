@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from importlib.metadata import metadata
 from typing import Any
 from unittest import mock
 
@@ -52,6 +54,57 @@ def test_a_file_that_is_missing_is_wrong(
     monkeypatch.setenv("RING_ATTN_CONFIGS", "nowhere.json")
     assert main(["doctor", "--quick"]) == 1
     assert "-> unset RING_ATTN_CONFIGS, or ring-attn tune --json" in capsys.readouterr().out
+
+
+VERSIONS = {"triton": "3.7.1", "flash_attn": None, "transformers": None, "accelerate": "1.12.0"}
+
+
+def test_missing_packages_are_named_with_what_they_are_for() -> None:
+    here: Any = {"versions": {**dict.fromkeys(doctor.OPTIONAL), **VERSIONS}, "devices": []}
+    installed, *missing = doctor._packages(here)
+    assert (installed.state, installed.text) == ("ok", "triton 3.7.1, accelerate 1.12.0")
+    # flash-attn has no use without a GPU.
+    assert {one.name: (one.state, one.mend) for one in missing} == {
+        "transformers": ("note", "pip install 'ring-attn[hf]'"),
+        "matplotlib": ("note", "pip install 'ring-attn[plot]'"),
+    }
+    here["devices"] = [{}]
+    assert "flash_attn" in [one.name for one in doctor._packages(here)]
+
+
+def test_commands_of_missing_packages_name_our_extras() -> None:
+    extras = metadata("ring-attn").get_all("Provides-Extra") or []
+    for package in doctor.OPTIONAL.values():
+        extra = re.search(r"ring-attn\[(\w+)\]", package.install)
+        assert extra is None or extra[1] in extras
+
+
+@pytest.mark.parametrize(
+    ("apart", "state", "text"),
+    [
+        ([], "ok", "all others"),
+        ([(0, 2), (2, 0)], "note", "2 of 6 pairs .* such as GPU 0 and GPU 2"),
+    ],
+)
+def test_gpus_that_cannot_read_each_others_memory_are_named(
+    apart: list[tuple[int, int]], state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def can_access(*pair: int) -> bool:
+        return pair not in apart
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
+    (found,) = doctor._links(3)
+    assert found.state == state and re.search(text, found.text)
+    assert not [*doctor._links(1)], "one GPU has no links"
+
+
+def test_gpus_of_one_model_share_a_line() -> None:
+    h100: Any = {"name": "H100", "memory_bytes": 80 << 30, "capability": "9.0"}
+    a100: Any = {"name": "A100", "memory_bytes": 40 << 30, "capability": "8.0"}
+    assert [one.text for one in doctor._gpus([h100, h100, a100])] == [
+        "2 x H100, 80 GiB, compute capability 9.0",
+        "1 x A100, 40 GiB, compute capability 8.0",
+    ]
 
 
 @pytest.mark.parametrize(

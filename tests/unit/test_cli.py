@@ -36,11 +36,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_sizes_and_dtypes() -> None:
-    sizes = {"113": 113, "8K": 8192, " 2g ": 2 << 30, "1.5k": 1536, "80GB": 80 << 30, "4KiB": 4096}
+    sizes = {
+        "113": 113,
+        "8K": 8192,
+        " 2g ": 2 << 30,
+        "1.5k": 1536,
+        "0.5M": 1 << 19,
+        "80GB": 80 << 30,
+        "4KiB": 4096,
+    }
     for text, size in sizes.items():
         assert parse_size(text) == size == parse_size(format_size(size))
     wrong = ["", "0", "-1", "8kx", "1.3", "1.0001k", ".5k", "1e3", "8 192", "nan", 400 * "9"]
-    for text in (*wrong, "1125899906842625"):
+    for text in (*wrong, "80gbb", "8ib", "1125899906842625"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
             parse_size(text)
     assert parse_dtype("bf16") is parse_dtype("bfloat16") is torch.bfloat16

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -114,6 +114,9 @@ def test_a_wrong_plan_changes_nothing(
         ({"seq_dim": -3}, "got -3 and 2"),
         ({"qkv_indices": (0, 1)}, "qkv_indices must be three"),
         ({"qkv_names": ("q", "k", "k")}, "qkv_names must be three"),
+        ({"replace": {"casual": True}}, r"got \['casual'\]"),
+        ({"replace": {}, "inside": "local"}, "inside='local' chooses .* does not run"),
+        ({"replace": {}, "output_index": 1}, "output_index=1 chooses .* does not run"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -198,6 +201,55 @@ def test_checkpoints_around_the_module_are_exact_and_within_it_an_error(mesh: De
     # torch's SDPA refuses DTensors on this device, or checkpoint finds other saved tensors.
     with pytest.raises((CheckpointError, NotImplementedError)):
         core(*leaves).sum().backward()
+
+
+ROWS, HEADS, DIM = Shard(2), Shard(1), Shard(3)
+
+
+@pytest.mark.parametrize(
+    ("names", "q", "k", "text"),
+    [
+        (("cp", "tp"), (ROWS, DIM), (ROWS, DIM), r"along their rows, Shard\(2\).*Shard\(dim=3\)"),
+        (("cp", "tp"), (ROWS, ROWS), (ROWS, ROWS), "along heads or batch on other axes"),
+        (("cp", "tp"), (ROWS, Partial()), (ROWS, Partial()), "Partial"),
+        (("cp", "tp"), (Replicate(), HEADS), (Replicate(), HEADS), "along their rows"),
+        (("cp", "tp"), (ROWS, HEADS), (ROWS, Replicate()), "the same placements.*Replicate"),
+        (("dp", "tp"), (ROWS, HEADS), (ROWS, HEADS), r"axes \('dp', 'tp'\) .* \('cp',\)"),
+    ],
+    ids=["headdim", "rows twice", "partial", "replicated", "different", "other axes"],
+)
+def test_placements_that_are_not_shards_of_the_attention(
+    mesh: DeviceMesh, names: tuple[str, str], q: Any, k: Any, text: str
+) -> None:
+    core = parallelize(Core(), mesh, style())
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+    given = [DTensor.from_local(x, both, at) for x, at in zip(qkv(), (q, k, k), strict=True)]
+    with pytest.raises(ValueError, match=text):
+        core(*given)
+
+
+def test_the_axes_of_dtensors_may_be_in_another_order(mesh: DeviceMesh) -> None:
+    core = parallelize(Core(), mesh, style())
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp", "cp"))
+    given = [DTensor.from_local(x, both, (HEADS, ROWS)) for x in qkv()]
+    out = core(*given)
+    assert out.placements == (HEADS, ROWS)
+    assert_computes(out.to_local(), expected, *qkv())
+
+
+def test_a_replaced_module_gets_options_for_each_call(mesh: DeviceMesh) -> None:
+    """The module's forward does not run, and its parameters may be among the options."""
+
+    def options(module: nn.Module) -> Any:
+        return {"causal": True, "softmax_scale": module.temperature.item()}
+
+    core = parallelize(Core(), mesh, style(replace=options))
+    for temperature in (2.0, 0.5):
+        core.temperature.data.fill_(temperature)
+        assert_computes(core(*qkv()), partial(expected, scale=temperature), *qkv())
+    assert core.seen is None
+    with refused(NotImplementedError, "Core is replaced|arguments ['scale']"):
+        core(*qkv(), scale=0.5)
 
 
 class Names(nn.Module):

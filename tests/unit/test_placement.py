@@ -30,19 +30,44 @@ def mask_of(packing: Packing, causal: bool = True, window: tuple[int, int] = (-1
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any), st.integers(1, 5),
-    st.booleans(), st.sampled_from([(-1, -1), (7, -1), (0, 0), (3, 5)]),
+    st.booleans(), st.sampled_from([(-1, -1), (7, -1), (0, 0), (3, 5)]), st.sampled_from([1, 4]),
+    st.one_of(st.none(), st.integers(0, 9)),
 )  # fmt: skip
-@example([1], 5, True, (-1, -1))
-@example([0, 0, 3], 4, True, (-1, -1))
+@example([1], 5, True, (-1, -1), 1, None)
+@example([0, 0, 3], 4, True, (-1, -1), 4, 0)
 def test_figures_are_those_of_the_dense_mask(
-    lengths: list[int], world_size: int, causal: bool, window: tuple[int, int]
+    lengths: list[int],
+    world_size: int,
+    causal: bool,
+    window: tuple[int, int],
+    align: int,
+    spare: int | None,
 ) -> None:
-    packing = pack(lengths, world_size, causal=causal, window_size=window)
+    """Cuts within a document are at multiples of `align`, and no rank has more than `max_rows`."""
+    even_rows = -(-sum(lengths) // world_size)
+    # Blocks do not fill ranks to the last row, so they need more room.
+    max_rows = None if spare is None else 2 * (even_rows + align * (1 + spare))
+    packing = pack(
+        lengths, world_size, causal=causal, window_size=window, align=align, max_rows=max_rows
+    )
     assert sorted(packing.order) == list(range(len(lengths)))
     cuts = packing.cu_seqlens
     assert [b - a for a, b in pairwise(cuts)] == [lengths[i] for i in packing.order]
     mask = mask_of(packing, causal, window)
     assert packing.balance == balance_of(packing.layout, mask)
+    assert max_rows is None or max(packing.balance.rows) <= max_rows
+    for rank in range(world_size):
+        for segment in packing.layout.segments(rank):
+            for cut in (segment.start, segment.start + segment.length):
+                start_of_document = max(boundary for boundary in cuts if boundary <= cut)
+                assert cut in cuts or (cut - start_of_document) % align == 0
+
+
+def test_a_document_is_cut_if_a_rank_cannot_hold_it() -> None:
+    """`max_balance` bounds the pairs of a rank, and `max_rows` its rows."""
+    assert pack([10], 2, max_balance=2.0).num_cut == 0
+    packing = pack([10], 2, max_balance=2.0, max_rows=6)
+    assert packing.num_cut == 1 and max(packing.balance.rows) <= 6
 
 
 def lognormal(n: int, seed: int, mean: float = 7.0, sigma: float = 1.5) -> list[int]:
@@ -80,6 +105,13 @@ def test_work_and_rows_are_even(
         ("at least one document", [], {}),
         (r"each of lengths .* -1", [3, -1], {}),
         ("max_balance .* 0.5", [10], {"max_balance": 0.5}),
+        ("align .* 0", [10], {"align": 0}),
+        (
+            "max_rows is 4, so 2 ranks hold 8 of 10 rows: allow 5 rows, or use 3 ranks",
+            [10],
+            {"max_rows": 4},
+        ),
+        ("max_rows is 8, .* align=16 .* 9 rows", [9, 7], {"max_rows": 8, "align": 16}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(text: str, lengths: list[int], options: dict[str, Any]) -> None:

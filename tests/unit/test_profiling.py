@@ -55,7 +55,8 @@ def test_stats_are_those_of_the_last_forward_and_what_followed() -> None:
     assert measured.forward is not None and measured.backward is not None
     for figures in (measured.forward, measured.backward):
         assert 0.0 < figures.compute_s <= figures.seconds
-        assert figures.wait_s == figures.in_flight_s == 0
+        assert figures.wait_s == figures.in_flight_s == figures.transfer_s == 0
+        assert figures.steps == 1
         assert (figures.messages, figures.bytes_sent, figures.bytes_received) == (0, 0, 0)
     assert measured.gradient_sync_s is not None and measured.gradient_sync_s >= 0.02
     with collect():
@@ -98,6 +99,23 @@ def test_the_environment_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("0", "1"):
         monkeypatch.setenv("RING_ATTN_STATS", value)
         assert run_path(profiling.__file__)["collected"].depth == (value == "1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+def test_on_cuda_an_arrival_is_seen_from_another_stream() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies = torch.cuda.Stream(device)
+    observer = profiling.Observer(device)
+    torch.cuda.synchronize()
+    start = observer.mark()
+    with torch.cuda.stream(copies):
+        torch.cuda._sleep(100_000_000)
+    observer.sent(start, copies.record_event())
+    (seen,) = observer.transfers
+    assert seen is not None and profiling._seconds(*seen) > 0.01
+    observer.sent(start, None)
+    assert profiling._total_of_known(observer.transfers) is None
 
 
 def test_on_a_cpu_memory_is_not_reported() -> None:

@@ -159,6 +159,8 @@ TAKEN = {
     **dict.fromkeys(("qkv_indices", "qkv_names"), ["None"]),
     **dict.fromkeys(("causal", "backward", "exchange_q", "exact"), ["True"]),
     **dict.fromkeys(("dim", "ignore_index"), ["-1"]),
+    "max_rows": ["None", "2**64"],
+    "output_index": ["None", "-1"], "replace": ["None", "{}", "type"],
     **dict.fromkeys(("strategy", "backend"), ["text"]),
     **dict.fromkeys(("batch", "state_dict", "plan"), ["{}"]),
     "softcap": ["1.5"], "same_bits": ["None", "True"],
