@@ -48,8 +48,10 @@ AnyLayout = SequenceLayout | JointLayout
 
 def is_joint(layout: object) -> bool:
     """Return whether the layout that a user passed is a joint layout, or has one."""
-    sides = layout if isinstance(layout, (tuple, list)) else (layout,)
-    return any(isinstance(side, JointLayout) for side in sides)
+    # No generator, and no second call for a plain layout: every call of the user comes here.
+    if isinstance(layout, (tuple, list)):
+        return any(isinstance(side, JointLayout) for side in layout)
+    return isinstance(layout, JointLayout)
 
 
 def sides_of(layout: object, group: dist.ProcessGroup) -> Sides:
