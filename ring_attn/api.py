@@ -27,6 +27,7 @@ from ring_attn.call import (
 )
 from ring_attn.checks import attention as checks
 from ring_attn.checks import decoding as decode_checks
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -204,7 +205,9 @@ def ring_attention(
         >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
         torch.Size([1, 500, 8, 64])
     """
-    if not (positional or unknown) and (is_joint(layout) or isinstance(mask, (list, tuple))):
+    # `is_joint` is asked of what may be one: a plain call stays as short as it is.
+    several_layouts = isinstance(layout, (JointLayout, tuple, list)) and is_joint(layout)
+    if not (positional or unknown) and (several_layouts or isinstance(mask, (list, tuple))):
         options_of_user: dict[str, Any] = {
             "causal": causal,
             "window_size": window_size,
@@ -224,7 +227,7 @@ def ring_attention(
             "alibi_slopes": alibi_slopes,
             "transport": transport,
         }
-        several = _with_joint_layout if is_joint(layout) else _with_masks
+        several = _with_joint_layout if several_layouts else _with_masks
         return several(q, k, v, mask, **options_of_user)
     with reporting(group):
         if positional or unknown:

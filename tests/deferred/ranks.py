@@ -140,7 +140,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
         mock.patch.object(group, "group_store", lambda _: dist.HashStore()),
         mock.patch.object(group, "group_timeout", lambda _: 1.0),
         mock.patch.object(p2p, "group_timeout", lambda _: 1.0),
-        mock.patch.object(rendezvous.Meetings, "attend", lambda *given: given[-1]("meeting")),
+        mock.patch.object(rendezvous.Meetings, "attend", lambda *given: given[3]("meeting")),
         mock.patch.object(group, "meet"),
         mock.patch.object(links, "meet"),
         mock.patch.object(rendezvous.Rendezvous, "wait", lambda *_: None),
