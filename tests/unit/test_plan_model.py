@@ -34,7 +34,7 @@ from ring_attn.planning.model.memory import Memory, memory_of
 from ring_attn.planning.model.step import PRODUCT_SHARE, collective_seconds, model_flops
 from ring_attn.planning.model.table import MODELS
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 GB = 1e9
 H100 = builtin_cluster("H100")
@@ -355,15 +355,29 @@ def test_a_model_that_is_not_traced_is_estimated_and_says_why(
     missing = job.sized(model_of("tiny", LLAMA))
     assert missing.note == "transformers is not installed"
     plan = plan_job(Job(missing, 4096, degrees_of(2), H100, 80 * GB))
-    assert "estimate: by formula (transformers is not installed)" in report.confidence(plan)
+    assert "by formula (not traced: transformers is not installed)" in report.sources(plan)
+    assert "memory estimate, kernels' speed estimate;" in report.confidence(plan)
 
 
 def test_a_trace_leaves_nothing_behind() -> None:
     from transformers.models.qwen3_next import modeling_qwen3_next as file
 
     function = file.torch_chunk_gated_delta_rule
+    names = {*transformers.AttentionInterface._global_mapping}
     traced.trace(MODELS["qwen3-next-80b-a3b"])
     assert file.torch_chunk_gated_delta_rule is function
+    assert {*transformers.AttentionInterface._global_mapping} == names
+
+
+def test_files_of_weights_and_sizes_with_the_prime_do_not_matter() -> None:
+    found = job.sized(model_of("tiny", LLAMA))
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    same = job.sized(model_of("tiny", {**LLAMA, "quantization_config": quantized}))
+    assert same.note == "" and same.activations == found.activations
+    (prime, *_) = traced.PRIMES
+    unlucky = job.sized(model_of("tiny", {**LLAMA, "intermediate_size": 2 * 8 * prime}))
+    (layer,), (other,) = unlucky.activations.layers, found.activations.layers
+    assert layer.kept - other.kept == 4 * 2 * (2 * 8 * prime - 512)
 
 
 # -- the command
@@ -399,7 +413,8 @@ def test_a_config_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sum(counted.values()) == pytest.approx(found["total_bytes"], abs=len(counted))
     for words_of_text in ("memory of a rank", "tokens/s a rank", "MFU", "exposed", "22 documents"):
         assert words_of_text in text
-    assert text.count("confidence:") == 1 and "no GPU has confirmed" in " ".join(text.split())
+    (confidence,) = [line for line in text.splitlines() if line.startswith("confidence:")]
+    assert "memory traced" in confidence and "no GPU has confirmed a plan" in confidence
 
 
 def test_three_lines_say_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:

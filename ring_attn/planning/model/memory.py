@@ -171,6 +171,8 @@ def _activations(job: Job, stage: int) -> tuple[float, float]:
     if stage == 0:
         kept += model.activations.head.before
     working = max(model.activations.of_layer(i).backward - _saved(job, i) for i in layers)
+    if job.recompute != "none":
+        working += _gathered_rows(job)
     # 1F1B: a stage has as many batches under way as stages follow it, and its own.
     under_way = min(job.microbatches, degrees.pp - stage)
     rows = job.rows / degrees.tp
@@ -190,11 +192,13 @@ def _kept(job: Job, index: int) -> float:
     hidden = job.model.architecture.hidden * job.dtype.itemsize
     if job.recompute != "none":
         return hidden + _results(job, index) * (job.recompute == "attention")
-    kept = job.model.activations.of_layer(index).kept
-    if job.degrees.tp > 1:
-        # Attention and feedforward part get all rows of the tp ranks, and keep them.
-        kept += 2 * hidden * job.degrees.tp
-    return kept
+    return job.model.activations.of_layer(index).kept + _gathered_rows(job)
+
+
+def _gathered_rows(job: Job) -> float:
+    """Return the bytes of the rows of all tp ranks, which attention and feedforward part keep."""
+    tp = job.degrees.tp
+    return 2 * job.model.architecture.hidden * job.dtype.itemsize * tp if tp > 1 else 0.0
 
 
 def _results(job: Job, index: int) -> float:

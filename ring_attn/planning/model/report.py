@@ -24,7 +24,7 @@ def text_of(plan: ModelPlan, *, verbose: bool = False) -> str:
     blocks = [heading(plan.job), memory_table(plan), step_table(plan), attention_lines(plan)]
     if verbose:
         blocks += [kind.choice.table(verbose=True) for kind in plan.attention.kinds]
-    blocks += [advice(plan), confidence(plan)]
+    blocks += [advice(plan), f"{sources(plan)}\n{confidence(plan)}"]
     return "\n\n".join(blocks)
 
 
@@ -37,8 +37,9 @@ def heading(job: Job) -> str:
     name = architecture.name if len(architecture.name) <= 40 else f"...{architecture.name[-37:]}"
     lines = [
         f"{name}: {weights} B weights, {layers_in_words(architecture)}",
-        f"{job.seqlen:,} tokens x {job.batch}{documents}{batches} on {job.degrees.world_size} x "
-        f"{cluster.device.name} (nodes of {cluster.node_size}): {job.degrees}",
+        f"{job.seqlen:,} tokens, batch {job.batch}{documents}{batches}, on "
+        f"{job.degrees.world_size} x {cluster.device.name} (nodes of {cluster.node_size}): "
+        f"{job.degrees}",
         f"recomputation {job.recompute}, loss {job.loss}, {job.optimizer}, {dtype_name(job.dtype)}"
         f", weights {dtype_name(job.weight_dtype)}",
     ]
@@ -97,7 +98,7 @@ def step_table(plan: ModelPlan) -> str:
         "optimizer": (step.optimizer, "estimate: by the memory's bandwidth"),
     }
     always = {"attention", "other products", "other operators"}
-    lines = ["a step                    time"]
+    lines = ["a step, predicted         time"]
     for name, (seconds, words) in rows.items():
         if seconds > 0 or name in always:
             lines.append(f"{name:20}{format_seconds(seconds):>11}  {words}")
@@ -135,15 +136,24 @@ def advice(plan: ModelPlan) -> str:
 def confidence(plan: ModelPlan) -> str:
     """Return in one line how far the numbers can be trusted."""
     job = plan.job
-    activations = job.model.activations.source
-    why = f" ({job.model.note})" if job.model.note else ""
-    kernels = job.cluster.device.source
-    if plan.attention.kinds:
-        kernels = plan.attention.kinds[0].choice.problem.cluster.device.source
-    return wrapped(
-        f"confidence: activations {activations}{why}; attention simulated with kernels' speed "
-        f"{kernels}; no GPU has confirmed a plan"
-    )
+    memory = job.model.activations.source.partition(":")[0]
+    kernels = kernels_source(plan).partition(":")[0]
+    return f"confidence: memory {memory}, kernels' speed {kernels}; no GPU has confirmed a plan"
+
+
+def kernels_source(plan: ModelPlan) -> str:
+    """Return where the speeds of the kernels of attention come from."""
+    kinds = plan.attention.kinds
+    cluster = kinds[0].choice.problem.cluster if kinds else plan.job.cluster
+    return cluster.device.source
+
+
+def sources(plan: ModelPlan) -> str:
+    """Return in lines where activations and speeds come from."""
+    model = plan.job.model
+    why = f" (not traced: {model.note})" if model.note else ""
+    lines = [f"activations: {model.activations.source}{why}", f"kernels: {kernels_source(plan)}"]
+    return "\n".join(map(wrapped, lines))
 
 
 def nothing_fits(plan: ModelPlan, longest: ModelPlan | None, fewest: ModelPlan | None) -> str:
@@ -209,5 +219,6 @@ def to_dict(plan: ModelPlan) -> dict[str, Any]:
             for kind in plan.attention.kinds
         ],
         "advice": advice_for(plan),
+        "sources": sources(plan),
         "confidence": confidence(plan),
     }

@@ -30,17 +30,19 @@ from ring_attn.planning.model.sizes import (
 )
 from ring_attn.torch_private import TorchDispatchMode, tree_leaves
 
-# Rows of the run: a multiple of every chunk, and of a prime that no size of a model has. Tensors
-# whose number of elements is a multiple of this prime have rows, others are weights' gradients,
-# tables or numbers.
-PRIME = 67
-ROWS = 64 * PRIME
+# The rows of the run are a multiple of every chunk, and of a prime that divides the size of no
+# weight. So tensors whose size is a multiple of this prime have rows; others are gradients of
+# weights, tables or numbers.
+PRIMES, CHUNKS = (67, 71, 73, 79, 83, 89), 64
 
 # Weights of experts, by their names in transformers.
 EXPERTS = re.compile(r"\bexperts\.")
 
 # Rows of a chunk of fla's delta rules, whose kernel keeps a chunk x chunk matrix for each head.
 CHUNK = 64
+
+# What a config says about files and formats of weights, which are not built here.
+NOT_BUILT = ("quantization_config", "auto_map", "torch_dtype", "dtype")
 
 # A model, a layer or a config of transformers, which mypy skips.
 Model = Any
@@ -69,6 +71,7 @@ def trace(values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Tra
         raise NotTraceableError("transformers is not installed")
     with _quiet(), ExitStack() as stack:
         try:
+            stack.enter_context(_registered())
             model = _build(values, dtype)
             weights = weights_of(model)
             kinds, layers = _one_of_each_kind(model)
@@ -98,15 +101,27 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+@contextmanager
+def _registered() -> Iterator[None]:
+    """Register the attention of the trace in transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_ATTENTION, _attention)
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.pop(_ATTENTION)
+
+
 def _build(values: Mapping[str, Any], dtype: torch.dtype) -> Model:
     """Return the model on the meta device; it has no memory."""
-    from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     model_type = str(values.get("model_type", ""))
     if model_type not in CONFIG_MAPPING:
         raise NotTraceableError(f"transformers does not know the model_type {model_type!r}")
-    AttentionInterface.register(_ATTENTION, _attention)
-    config = CONFIG_MAPPING[model_type](**values)
+    built = {name: value for name, value in values.items() if name not in NOT_BUILT}
+    config = CONFIG_MAPPING[model_type](**built)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=_ATTENTION
@@ -254,9 +269,10 @@ class LiveBytes(TorchDispatchMode):
         moved: bytes that operators other than products have read and written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prime: int) -> None:
         super().__init__()
         self.live = self.most = self.moved = 0
+        self._prime = prime
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -272,7 +288,7 @@ class LiveBytes(TorchDispatchMode):
         """Count the storage of a tensor until it is freed; return whether it is new."""
         storage = x.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known or (nbytes // x.itemsize) % PRIME:
+        if key in self._known or (nbytes // x.itemsize) % self._prime:
             return False
         self._known.add(key)
         self.live += nbytes
@@ -331,7 +347,8 @@ class _Watch:
 
 def _run(model: Model, layers: list[nn.Module], kinds: list[int]) -> Activations:
     """Run a forward and a backward, and return the bytes of each layer and of the head."""
-    counted = LiveBytes()
+    prime = _prime_of(model)
+    counted, rows = LiveBytes(prime), CHUNKS * prime
     watch = _Watch(counted, len(layers))
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
@@ -340,10 +357,10 @@ def _run(model: Model, layers: list[nn.Module], kinds: list[int]) -> Activations
         for weight in model.parameters():
             handle = weight.register_post_accumulate_grad_hook(_drop_gradient)
             stack.callback(handle.remove)
-        ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
+        ids = torch.zeros(1, rows, dtype=torch.int64, device="meta")
         with counted:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return _activations(watch, kinds)
+    return _activations(watch, kinds, rows)
 
 
 def _hooks(layer: nn.Module, index: int, watch: _Watch) -> list[Any]:
@@ -367,22 +384,31 @@ def _drop_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def _activations(watch: _Watch, kinds: list[int]) -> Activations:
+def _prime_of(model: Model) -> int:
+    """Return a prime that divides the size of no weight."""
+    sizes = {weight.numel() for weight in model.parameters()}
+    for prime in PRIMES:
+        if all(size % prime for size in sizes):
+            return prime
+    raise NotTraceableError(f"each of {PRIMES} divides the size of a weight")
+
+
+def _activations(watch: _Watch, kinds: list[int], rows: int) -> Activations:
     """Return the recorded counts for each row."""
     before, num_layers = watch.before, watch.num_layers
     layers = tuple(
         LayerBytes(
-            kept=(before[i + 1] - before[i]) / ROWS,
-            forward=(watch.most_forward[i] - before[i]) / ROWS,
-            backward=(watch.most_backward[i] - before[i]) / ROWS,
-            moved_forward=watch.moved_forward[i] / ROWS,
-            moved_backward=watch.moved_backward[i] / ROWS,
+            kept=(before[i + 1] - before[i]) / rows,
+            forward=(watch.most_forward[i] - before[i]) / rows,
+            backward=(watch.most_backward[i] - before[i]) / rows,
+            moved_forward=watch.moved_forward[i] / rows,
+            moved_backward=watch.moved_backward[i] / rows,
         )
         for i in range(num_layers)
     )
     head = HeadBytes(
-        before=before[0] / ROWS,
-        most=(watch.most_backward[num_layers] - before[num_layers]) / ROWS,
-        moved=watch.moved_backward[num_layers] / ROWS,
+        before=before[0] / rows,
+        most=(watch.most_backward[num_layers] - before[num_layers]) / rows,
+        moved=watch.moved_backward[num_layers] / rows,
     )
     return Activations(tuple(kinds), layers, head, "traced: the real module on the meta device")
