@@ -139,6 +139,8 @@ def test_layers_are_those_of_the_config() -> None:
     assert delta.state_bytes == 4 * (32 * 128 * 128 + 32)
     (mamba,) = model("jamba-v0.1").architecture.recurrences
     assert mamba.state_bytes == 4 * 2 * 8192 * 16
+    (kimi,) = model_of("kimi", {"model_type": "kimi_linear"}).architecture.recurrences
+    assert (kimi.kind, kimi.nheads, kimi.dim_qk, kimi.dim_v) == ("delta rule", 32, 128, 128)
     chunked = {**LLAMA, "layer_types": ["chunked_attention", "full_attention"]}
     kinds = model_of("chunks", {**chunked, "attention_chunk_size": 64}).architecture.attentions
     assert [kind.chunk for kind in kinds] == [64, None]
@@ -163,6 +165,25 @@ def test_the_memory_of_llama_is_that_computed_by_hand() -> None:
     assert found["logits and loss"] == pytest.approx(8192 * (12 * 128256 + 4 * 4096), rel=1e-4)
     assert found["attention's buffers"] == 1e9
     assert found["NCCL"] > 2e9
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "nbytes"),
+    [
+        ("adamw", torch.float32, 8),
+        ("adamw", torch.bfloat16, 4),
+        ("adamw-8bit", torch.float32, 2),
+        ("momentum", torch.float32, 4),
+        ("sgd", torch.float32, 0),
+    ],
+)
+def test_an_optimizer_has_states_for_each_weight(
+    optimizer: str, dtype: torch.dtype, nbytes: int
+) -> None:
+    found = job_of("llama-3-8b", 1 << 16, 8, optimizer=optimizer, weight_dtype=dtype)
+    parts = parts_of(memory_of(found, 0.0, 0.0))
+    assert parts["optimizer"] == 8_030_261_248 / 8 * nbytes
+    assert parts["weights"] == 8_030_261_248 / 8 * dtype.itemsize
 
 
 def test_only_the_larger_of_loss_and_layer_counts() -> None:

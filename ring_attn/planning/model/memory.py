@@ -9,7 +9,7 @@ from ring_attn.machines.count import CONNECTION_BYTES, SHARED_NET_BYTES
 from ring_attn.planning.model.architecture import Attention
 from ring_attn.planning.model.degrees import stages_of
 from ring_attn.planning.model.formulas import result_bytes
-from ring_attn.planning.model.job import OPTIMIZERS, Job
+from ring_attn.planning.model.job import Job
 
 # Estimates: what CUDA and its libraries take; the share of what comes and goes in a step that the
 # allocator cannot use again; channels of an NCCL communicator with its defaults.
@@ -156,7 +156,7 @@ def _of_weights(job: Job, stage: int) -> list[Part]:
         Part("weights", sharded * size, words),
         Part("gathered weights", gathered, "of two layers, embedding and head"),
         Part("gradients", sharded * size + reduced, "with those that are not yet reduced"),
-        Part("optimizer", sharded * OPTIMIZERS[job.optimizer], job.optimizer),
+        Part("optimizer", sharded * job.optimizer_bytes, job.optimizer),
     ]
 
 

@@ -14,7 +14,7 @@ from math import ceil, log2
 from ring_attn.planning.model.architecture import Attention, Recurrence
 from ring_attn.planning.model.attention import AttentionPlan, recurrence_seconds
 from ring_attn.planning.model.degrees import stages_of
-from ring_attn.planning.model.job import OPTIMIZERS, Job
+from ring_attn.planning.model.job import Job
 from ring_attn.planning.model.memory import layer_weights, sharded_weights
 
 # Peak FLOP/s of 16-bit products without sparsity, of the device whose rates an architecture has:
@@ -26,10 +26,15 @@ PRODUCT_SHARE = 0.7
 
 
 def peak_flops(job: Job) -> float | None:
-    """Return the peak of a device's products, or None if it is not known."""
+    """Return the peak of a device's products, or None if it is not known.
+
+    Products in float32 run as TF32, at half the peak of 16 bits.
+    """
     device = job.cluster.device
     peak = PEAK_FLOPS.get(device.architecture)
-    return None if peak is None else peak * device.speed
+    if peak is None or job.dtype.itemsize > 4:
+        return None
+    return peak * device.speed * 2 / job.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -114,10 +119,9 @@ def model_flops(job: Job, attention: AttentionPlan) -> float:
 
 def _optimizer(job: Job) -> float:
     """Return the seconds in which the weights are updated: each is read and written once."""
-    states = OPTIMIZERS[job.optimizer]
     if job.optimizer == "none":
         return 0.0
-    size = job.weight_dtype.itemsize
+    size, states = job.weight_dtype.itemsize, job.optimizer_bytes
     held = max(sharded_weights(job, stage) for stage in range(job.degrees.pp))
     return held * (3 * size + 2 * states) / job.cluster.device.memory_bandwidth
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import zip_longest
 from typing import Any
 from unittest import mock
 from weakref import finalize
@@ -170,15 +171,21 @@ def _one_of_each_kind(model: Model) -> tuple[list[int], list[nn.Module]]:
     found: dict[tuple[object, ...], int] = {}
     kinds: list[int] = []
     left: list[nn.Module] = []
-    for layer in layers:
+    config = model.config.get_text_config()
+    types = vars(config).get("layer_types") or []
+    types_left = []
+    for layer, kind_in_config in zip_longest(layers, types):
         parts = [(name, type(part)) for name, part in layer.named_modules()]
         shapes = [(name, x.shape) for name, x in layer.named_parameters()]
         kind = found.setdefault((*parts, *shapes), len(found))
         if kind == len(left):
             left.append(layer)
+            types_left.append(kind_in_config)
         kinds.append(kind)
     del layers[:]
     layers.extend(left)
+    if types:
+        config.layer_types = types_left  # a model's forward reads the type of each layer there
     return kinds, left
 
 
@@ -279,12 +286,12 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [x for x in _tensors(out) if self._hold(x)]
+        made = [x for x in _tensors(out) if self.hold(x)]
         if made and func.overloadpacket.__name__ not in PRODUCTS:
             self.moved += sum(x.nbytes for x in (*_tensors((args, kwargs)), *made))
         return out
 
-    def _hold(self, x: Tensor) -> bool:
+    def hold(self, x: Tensor) -> bool:
         """Count the storage of a tensor until it is freed; return whether it is new."""
         storage = x.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
