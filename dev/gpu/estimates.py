@@ -230,7 +230,10 @@ def _others() -> Iterator[Estimate]:
 def _of_models() -> Iterator[Estimate]:
     """Yield what plans of whole models assume."""
     assumed = {
-        "products of a model: share of the datasheet's peak": (step, step.PRODUCT_SHARE),
+        **{
+            f"products of a model on an {CARDS[name]}: share of the peak": (step, share)
+            for name, share in step.PRODUCT_SHARES.items()
+        },
         "recurrences of a model: share of the speed of products": (
             attention,
             attention.RECURRENCE_SHARE,

@@ -169,7 +169,12 @@ def _of_length(
 
 
 def _nothing_fits(plan: ModelPlan, options: Options, degrees: Callable[[int], Degrees]) -> str:
+    """Return in three lines what would fit."""
     job = plan.job
+    if options != Options():
+        other = plan_options(job, Options())
+        if other.fits:
+            return report.nothing_fits(plan, longest(job, options), None, other)
     return report.nothing_fits(plan, longest(job, options), fewest(job, options, degrees))
 
 

@@ -31,12 +31,12 @@ from ring_attn.planning.model.fits import (
 )
 from ring_attn.planning.model.job import Job, SizedModel
 from ring_attn.planning.model.memory import Memory, memory_of
-from ring_attn.planning.model.step import PRODUCT_SHARE, collective_seconds, model_flops
+from ring_attn.planning.model.step import PRODUCT_SHARES, collective_seconds, model_flops
 from ring_attn.planning.model.table import MODELS
 
 transformers = pytest.importorskip("transformers")
 
-GB = 1e9
+ROOT, GB = Path(__file__).parents[2], 1e9
 H100 = builtin_cluster("H100")
 
 
@@ -269,7 +269,7 @@ def test_the_step_adds_up() -> None:
     head = 128256 * 4096
     # Three products for each weight and one again; the head's are not computed again.
     flops = 8192 * 2 * (4 * (weights - head) + 3 * head)
-    assert step.products == pytest.approx(flops / (PRODUCT_SHARE * 989e12), rel=1e-6)
+    assert step.products == pytest.approx(flops / (PRODUCT_SHARES["sm_90"] * 989e12), rel=1e-6)
     (kind,) = plan.attention.kinds
     assert step.attention == pytest.approx(32 * (2 * kind.forward + kind.backward))
     waits = step.exposed["fsdp"]
@@ -296,6 +296,29 @@ def test_a_collective_uses_the_ports_of_all_ranks_of_a_node() -> None:
     assert within == pytest.approx(3 * 8e-6 + 7e9 / (0.9 * 450 * GB))
     across = collective_seconds(found, 1e9, 16, 1)
     assert across == pytest.approx(4 * 15e-6 + 15e9 / (8 * 0.9 * 50 * GB))
+
+
+# torchtitan's published tokens/s of a GPU, for sequences of 8k, without torch.compile.
+PUBLISHED = [
+    ("llama-3-8b", 64, "A100", 1, "attention", 2973),
+    ("llama-3-70b", 64, "A100", 1, "full", 331),
+    ("llama-3-8b", 8, "H100", 2, "attention", 5762),
+    ("llama-3-8b", 128, "H100", 2, "attention", 5605),
+]
+
+
+@pytest.mark.parametrize(("name", "gpus", "card", "batch", "recompute", "published"), PUBLISHED)
+def test_the_page_compares_plans_with_published_speeds(
+    name: str, gpus: int, card: str, batch: int, recompute: Any, published: int
+) -> None:
+    cluster = builtin_cluster(card)
+    if card == "H100":  # with HBM2e, of which our rates take 0.8
+        cluster = replace(cluster, device=replace(cluster.device, memory_bandwidth=0.8 * 2.4e12))
+    found = job_of(name, 8192, gpus, cp=1, batch=batch, recompute=recompute, loss="logits")
+    tokens = plan_job(replace(found, cluster=cluster)).step.tokens_per_second
+    assert tokens == pytest.approx(published, rel=0.1)
+    row = f"| {gpus} {card} | {batch} | {recompute} | {published:,} | {tokens:,.0f} |"
+    assert row in (ROOT / "docs/fits.md").read_text()
 
 
 def test_ep_and_tp_cost_messages() -> None:
@@ -446,6 +469,13 @@ def test_three_lines_say_what_would_fit(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[0].startswith("does not fit: a rank needs")
     assert lines[1].startswith("the longest sequence on 8 x H100:")
     assert lines[2].startswith("the fewest ranks for 4,194,304 tokens:")
+
+
+def test_other_options_that_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama-3-8b", "--seqlen", "256k", "--world-size", "8")
+    assert cli.main([*PLAN, *words, "--recompute", "none"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[2].startswith("it fits with --recompute ")
 
 
 def test_the_length_and_the_ranks_are_found(

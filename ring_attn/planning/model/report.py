@@ -14,7 +14,7 @@ from ring_attn.planning.model.architecture import Architecture
 from ring_attn.planning.model.fits import MAX_RANKS, ModelPlan
 from ring_attn.planning.model.job import Job
 from ring_attn.planning.model.memory import Part
-from ring_attn.planning.model.step import PRODUCT_SHARE, Step
+from ring_attn.planning.model.step import Step, peak_flops, product_speed
 
 GB, WIDTH = 1e9, 80
 
@@ -87,7 +87,7 @@ def step_table(plan: ModelPlan) -> str:
     step = plan.step
     rows = {
         "attention": (step.attention, "simulated"),
-        "other products": (step.products, f"estimate: {100 * PRODUCT_SHARE:.0f} % of the peak"),
+        "other products": (step.products, f"estimate: {_share_of_peak(plan.job)}"),
         "other operators": (step.operators, "estimate: eager, by the memory's bandwidth"),
         "recurrences": (step.recurrences, "estimate"),
         "waits for weights": (step.exposed["fsdp"], "FSDP, not hidden behind a layer"),
@@ -104,6 +104,13 @@ def step_table(plan: ModelPlan) -> str:
             lines.append(f"{name:20}{format_seconds(seconds):>11}  {words}")
     lines.append(f"{'total':20}{format_seconds(step.seconds):>11}")
     return "\n".join([*lines, speed(step)])
+
+
+def _share_of_peak(job: Job) -> str:
+    peak = peak_flops(job)
+    if peak is None:
+        return "as fast as attention"
+    return f"{100 * product_speed(job) / peak:.0f} % of the peak"
 
 
 def speed(step: Step) -> str:
@@ -156,8 +163,16 @@ def sources(plan: ModelPlan) -> str:
     return "\n".join(map(wrapped, lines))
 
 
-def nothing_fits(plan: ModelPlan, longest: ModelPlan | None, fewest: ModelPlan | None) -> str:
-    """Return three lines: what is missing, the longest sequence that fits, the fewest ranks."""
+def nothing_fits(
+    plan: ModelPlan,
+    longest: ModelPlan | None,
+    fewest: ModelPlan | None,
+    other: ModelPlan | None = None,
+) -> str:
+    """Return three lines: what is missing, the longest sequence that fits, the fewest ranks.
+
+    If other options fit on the same ranks, the last line names them.
+    """
     job, memory = plan.job, plan.memory
     where = f"{job.degrees.world_size} x {job.cluster.device.name}"
     largest = max((x for x in memory.parts if x.at_peak), key=lambda part: part.nbytes)
@@ -169,7 +184,10 @@ def nothing_fits(plan: ModelPlan, longest: ModelPlan | None, fewest: ModelPlan |
         lines.append(f"no length fits on {where}: {memory.fixed / GB:,.1f} GB are for any length")
     else:
         lines.append(f"the longest sequence on {where}: {longest.job.seqlen:,} tokens")
-    if fewest is None:
+    if other is not None:
+        chosen = other.job
+        lines.append(f"it fits with --recompute {chosen.recompute} --loss {chosen.loss}")
+    elif fewest is None:
         lines.append(f"no number of ranks up to {MAX_RANKS:,} fits: pass larger --tp, --pp or --ep")
     else:
         degrees = fewest.job.degrees

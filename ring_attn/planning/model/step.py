@@ -21,8 +21,18 @@ from ring_attn.planning.model.memory import layer_weights, sharded_weights
 # A100, H100 SXM and B200, by their datasheets.
 PEAK_FLOPS = {"sm_80": 312e12, "sm_90": 989e12, "sm_100": 2250e12}
 
-# Share of the peak that large products reach: an estimate.
-PRODUCT_SHARE = 0.7
+# Share of the peak that a model's products reach: an estimate, with which plans have the tokens/s
+# that torchtitan has published for Llama 3 on A100 and H100 within a tenth (docs/fits.md). A B200
+# is assumed to have the share of an H100.
+PRODUCT_SHARES = {"sm_80": 0.7, "sm_90": 0.6, "sm_100": 0.6}
+
+
+def product_speed(job: Job) -> float:
+    """Return the FLOP/s of products; of unknown devices, that of attention."""
+    peak = peak_flops(job)
+    if peak is None:
+        return job.cluster.device.forward.flops
+    return PRODUCT_SHARES[job.cluster.device.architecture] * peak
 
 
 def peak_flops(job: Job) -> float | None:
@@ -177,7 +187,7 @@ class _Stage:
         experts = part.feedforward
         share = experts.per_token / experts.experts if experts and experts.experts else 0.0
         rows = job.rows / job.degrees.tp
-        product = 2.0 * rows * (weights.dense + share * weights.experts) / self._product_speed
+        product = 2.0 * rows * (weights.dense + share * weights.experts) / product_speed(job)
         moved, bandwidth = (
             job.model.activations.of_layer(index),
             job.cluster.device.memory_bandwidth,
@@ -188,12 +198,6 @@ class _Stage:
         self.products += product + back_products
         self.operators += operators + back_operators
         return product + operators, back_products + back_operators
-
-    @property
-    def _product_speed(self) -> float:
-        """FLOP/s of products; of unknown devices, that of attention."""
-        peak = peak_flops(self._job)
-        return self._job.cluster.device.forward.flops if peak is None else PRODUCT_SHARE * peak
 
     def _mixer(self, mixer: Attention | Recurrence | None) -> tuple[float, float]:
         """Add what mixes the rows of a layer; return the seconds of both directions."""
@@ -206,7 +210,7 @@ class _Stage:
             self.attention += forward + backward
             self.exposed["attention"] += (1 + again) * kind.exposed_forward + kind.exposed_backward
             return forward, backward
-        forward = recurrence_seconds(self._job, mixer, self._product_speed)
+        forward = recurrence_seconds(self._job, mixer, product_speed(self._job))
         states = self._plan.seconds_of_states[mixer]
         self.recurrences += (4 if self._again else 3) * forward
         self.exposed["states"] += (3 if self._again else 2) * states
@@ -227,7 +231,7 @@ class _Stage:
     def _add_head(self) -> None:
         job = self._job
         rows = job.rows / job.degrees.tp
-        product = 2.0 * rows * job.model.weights.projection / self._product_speed
+        product = 2.0 * rows * job.model.weights.projection / product_speed(job)
         # A fused loss computes the gradients with the logits; neither is computed twice.
         self.products += 3 * product
         moved = job.model.activations.head.moved * rows
