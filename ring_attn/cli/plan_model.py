@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from math import lcm
 
 import torch
 
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace, cluster: Cluster, documents: list[int] | None)
 def job_of(args: argparse.Namespace, cluster: Cluster, documents: list[int] | None) -> Job:
     """Return the job of the options, on the smallest number of ranks for --target."""
     model = sized(read_model(args.model), args.dtype)
-    world_size = args.world_size or (args.tp or 1) * (args.pp or 1) * (args.ep or 1)
+    world_size = args.world_size or _fewest_ranks(args)
     degrees = _degrees(args, world_size)
     check_degrees(degrees, model.architecture)
     memory = args.memory_bytes or cluster.device.memory_bytes or float("inf")
@@ -140,6 +141,12 @@ def job_of(args: argparse.Namespace, cluster: Cluster, documents: list[int] | No
         layout=args.layout,
         explained={"same_bits": args.same_bits, "exact": args.exact, **strategies},
     )
+
+
+def _fewest_ranks(args: argparse.Namespace) -> int:
+    """Return the least number of ranks that the degrees allow."""
+    rest = lcm(args.cp or 1, args.ep or 1, args.fsdp or 1)
+    return (args.tp or 1) * (args.pp or 1) * rest
 
 
 def _degrees(args: argparse.Namespace, world_size: int) -> Degrees:

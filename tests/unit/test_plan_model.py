@@ -321,6 +321,17 @@ def test_the_page_compares_plans_with_published_speeds(
     assert row in (ROOT / "docs/fits.md").read_text()
 
 
+def test_ranks_that_do_not_share_weights_sum_all_gradients() -> None:
+    shared = job_of("llama-3-8b", 1 << 12, 16)
+    alone = replace(shared, degrees=degrees_of(16, fsdp=1))
+    slow = replace(H100, between=replace(H100.between, bandwidth=1e8))
+    waits = [plan_job(replace(x, cluster=slow)).step.exposed["fsdp"] for x in (shared, alone)]
+    # Per layer and weight 2 + 2 + 4 bytes are gathered and scattered, or 2 x 4 summed.
+    assert waits[0] == pytest.approx(waits[1], rel=0.05)
+    sent = 32 * 218_112_000 * 8 * 15 / 16 / 8 / 1e8  # over 8 ports of a node
+    assert waits[1] == pytest.approx(sent, rel=0.05)
+
+
 def test_ep_and_tp_cost_messages() -> None:
     mixed = plan_job(job_of("mixtral-8x7b", 1 << 14, 8, ep=4, tp=2)).step
     assert mixed.exposed["ep"] > 0 and mixed.exposed["tp"] > 0
@@ -416,7 +427,9 @@ def test_a_trace_leaves_nothing_behind() -> None:
 def test_files_of_weights_and_sizes_with_the_prime_do_not_matter() -> None:
     found = job.sized(model_of("tiny", LLAMA))
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    same = job.sized(model_of("tiny", {**LLAMA, "quantization_config": quantized}))
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    config = {**LLAMA, "quantization_config": quantized, "rope_scaling": dynamic}
+    same = job.sized(model_of("tiny", config))
     assert same.note == "" and same.activations == found.activations
     (prime, *_) = traced.PRIMES
     unlucky = job.sized(model_of("tiny", {**LLAMA, "intermediate_size": 2 * 8 * prime}))
@@ -487,6 +500,9 @@ def test_the_length_and_the_ranks_are_found(
     status, found = planned(tmp_path, LLAMA, "--target", "512k", "--memory", "2G", "--quiet")
     text = capsys.readouterr().out
     assert status == 0 and f"need {found['degrees']['world_size']} x H100" in text
+    status, found = planned(tmp_path, LLAMA, "--target", "8k", "--cp", "2", "--fsdp", "4")
+    assert (found["degrees"]["world_size"], found["degrees"]["dp"]) == (4, 2)
+    capsys.readouterr()
     status, found = planned(tmp_path, LLAMA, "--target", "512k", "--memory", "900M", "--quiet")
     assert status == 1 and "fit on no number of ranks" in capsys.readouterr().out
     status, found = planned(tmp_path, LLAMA, "--fits", "--world-size", "2", "--memory", "500M")

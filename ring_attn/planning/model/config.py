@@ -7,7 +7,8 @@ of the file are all that is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,7 +105,8 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in CONFIG_MAPPING:
         return dict(values)
     try:
-        config = CONFIG_MAPPING[model_type](**values)
+        with quiet_transformers():
+            config = CONFIG_MAPPING[model_type](**values)
     except Exception:  # each class of transformers checks a config in its own way
         return dict(values)
     types = getattr(config, "layer_types", None)
@@ -127,6 +129,19 @@ def _text_config(path: Path) -> dict[str, Any]:
             "which have one kind of layers, can be planned"
         )
     return values
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' warnings, such as those about missing kernels and about RoPE."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def architecture_of(name: str, values: Mapping[str, Any]) -> Architecture:

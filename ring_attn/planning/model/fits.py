@@ -126,18 +126,13 @@ def _last(is_right: Callable[[int], bool], most: int) -> int:
 
 
 def fewest(job: Job, options: Options, degrees: Callable[[int], Degrees]) -> ModelPlan | None:
-    """Return the plan of the fewest ranks on which a length fits: doubled until it does.
+    """Return the plan of the fewest ranks on which a length fits, from the job's ranks on.
 
-    `degrees` returns the degrees of a number of ranks; ranks that it refuses are left out.
+    Their number is doubled until the job fits. `degrees` returns the degrees of a number of ranks.
     """
-    unit = job.degrees.tp * job.degrees.pp * job.degrees.ep
-    world_size = unit
+    world_size = job.degrees.world_size
     while world_size <= MAX_RANKS:
-        try:
-            larger = replace(job, degrees=degrees(world_size))
-        except ValueError:
-            world_size *= 2
-            continue
+        larger = replace(job, degrees=degrees(world_size))
         # Without attention's buffers, which take longest to count.
         least = memory_of(options.least(larger), 0.0, 0.0)
         if least.total <= job.memory_bytes:

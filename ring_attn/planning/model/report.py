@@ -90,7 +90,7 @@ def step_table(plan: ModelPlan) -> str:
         "other products": (step.products, f"estimate: {_share_of_peak(plan.job)}"),
         "other operators": (step.operators, "estimate: eager, by the memory's bandwidth"),
         "recurrences": (step.recurrences, "estimate"),
-        "waits for weights": (step.exposed["fsdp"], "FSDP, not hidden behind a layer"),
+        "waits for weights": (step.exposed["fsdp"], "FSDP or DDP, not hidden behind a layer"),
         "waits of TP": (step.exposed.get("tp", 0.0), "not hidden"),
         "waits for experts": (step.exposed.get("ep", 0.0), "EP, not hidden"),
         "waits for states": (step.exposed.get("states", 0.0), "of recurrences, not hidden"),

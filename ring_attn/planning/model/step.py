@@ -26,6 +26,9 @@ PEAK_FLOPS = {"sm_80": 312e12, "sm_90": 989e12, "sm_100": 2250e12}
 # is assumed to have the share of an H100.
 PRODUCT_SHARES = {"sm_80": 0.7, "sm_90": 0.6, "sm_100": 0.6}
 
+# Gradients are summed in float32.
+GRADIENT_BYTES = 4
+
 
 def product_speed(job: Job) -> float:
     """Return the FLOP/s of products; of unknown devices, that of attention."""
@@ -217,16 +220,19 @@ class _Stage:
         return forward, (3 if self._again else 2) * forward
 
     def _add_fsdp(self, index: int, forward: float, backward: float) -> None:
-        """Add the time of gathers and scatters that a layer's compute does not hide."""
-        job = self._job
-        fsdp, tp = job.degrees.fsdp, job.degrees.tp
-        if fsdp == 1:
-            return
-        shard = layer_weights(job, index) / fsdp
-        gather = collective_seconds(job, shard * job.dtype.itemsize, fsdp, tp)
-        scatter = collective_seconds(job, shard * 4, fsdp, tp)
+        """Add the time of gathers and sums of a layer's weights that its compute does not hide.
+
+        Ranks that do not share weights sum the gradients of their shards: a scatter and a gather.
+        """
+        job, degrees = self._job, self._job.degrees
+        shard = layer_weights(job, index) / degrees.fsdp
+        gather = collective_seconds(job, shard * job.dtype.itemsize, degrees.fsdp, degrees.tp)
+        scatter = collective_seconds(job, shard * GRADIENT_BYTES, degrees.fsdp, degrees.tp)
+        replicas = degrees.dp * degrees.cp // degrees.fsdp
+        part, stride = shard * GRADIENT_BYTES / replicas, degrees.fsdp * degrees.tp
+        summed = 2 * collective_seconds(job, part, replicas, stride)
         self.exposed["fsdp"] += max(gather - forward, 0.0)
-        self.exposed["fsdp"] += max(gather + scatter - backward, 0.0)
+        self.exposed["fsdp"] += max(gather + scatter + summed - backward, 0.0)
 
     def _add_head(self) -> None:
         job = self._job

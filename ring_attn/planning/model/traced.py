@@ -22,6 +22,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
+from ring_attn.planning.model.config import quiet_transformers
 from ring_attn.planning.model.sizes import (
     Activations,
     HeadBytes,
@@ -42,8 +43,9 @@ EXPERTS = re.compile(r"\bexperts\.")
 # Rows of a chunk of fla's delta rules, whose kernel keeps a chunk x chunk matrix for each head.
 CHUNK = 64
 
-# What a config says about files and formats of weights, which are not built here.
-NOT_BUILT = ("quantization_config", "auto_map", "torch_dtype", "dtype")
+# What a config says about files and formats of weights, and about angles of RoPE that depend on the
+# length: activations do not depend on them.
+NOT_BUILT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "rope_scaling")
 
 # A model, a layer or a config of transformers, which mypy skips.
 Model = Any
@@ -70,7 +72,7 @@ def trace(values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Tra
     """
     if find_spec("transformers") is None:
         raise NotTraceableError("transformers is not installed")
-    with _quiet(), ExitStack() as stack:
+    with quiet_transformers(), ExitStack() as stack:
         try:
             stack.enter_context(_registered())
             model = _build(values, dtype)
@@ -87,19 +89,6 @@ def trace(values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Tra
 
 
 # -- the model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' warnings, such as those about missing kernels."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 @contextmanager
