@@ -204,7 +204,10 @@ def _fewest(
     plan = fewest(job, options, degrees)
     if plan is None:
         return None, report.no_ranks_fit(job)
+    degrees_found = plan.job.degrees
+    is_least = degrees_found.world_size == job.degrees.world_size
+    why = "the degrees allow no fewer" if is_least else "half as many do not fit"
     return plan, (
-        f"{job.seqlen:,} tokens need {plan.job.degrees.world_size} x {job.cluster.device.name} "
-        f"({plan.job.degrees}); half as many do not fit"
+        f"{job.seqlen:,} tokens need {degrees_found.world_size} x {job.cluster.device.name} "
+        f"({degrees_found}); {why}"
     )

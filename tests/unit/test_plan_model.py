@@ -26,6 +26,7 @@ from ring_attn.planning.model.fits import (
     longest,
     plan_job,
     plan_options,
+    thrifty,
     unit_of,
     with_length,
 )
@@ -348,6 +349,9 @@ def test_the_longest_sequence_is_the_last_that_fits() -> None:
     plan = longest(found, Options())
     assert plan is not None and plan.fits
     assert (plan.job.recompute, plan.job.loss) == ("full", "fused")
+    by_rings = longest(thrifty(found), Options())
+    assert by_rings is not None and by_rings.attention.strategies == ["ring"]
+    assert by_rings.job.seqlen <= plan.job.seqlen
     longer = plan_job(with_length(plan.job, plan.job.seqlen * 101 // 100))
     assert not longer.fits
     assert plan.job.seqlen % unit_of(found.degrees) == 0
@@ -500,9 +504,10 @@ def test_the_length_and_the_ranks_are_found(
     status, found = planned(tmp_path, LLAMA, "--target", "512k", "--memory", "2G", "--quiet")
     text = capsys.readouterr().out
     assert status == 0 and f"need {found['degrees']['world_size']} x H100" in text
+    assert "half as many do not fit" in text
     status, found = planned(tmp_path, LLAMA, "--target", "8k", "--cp", "2", "--fsdp", "4")
     assert (found["degrees"]["world_size"], found["degrees"]["dp"]) == (4, 2)
-    capsys.readouterr()
+    assert "the degrees allow no fewer" in " ".join(capsys.readouterr().out.split())
     status, found = planned(tmp_path, LLAMA, "--target", "512k", "--memory", "900M", "--quiet")
     assert status == 1 and "fit on no number of ranks" in capsys.readouterr().out
     status, found = planned(tmp_path, LLAMA, "--fits", "--world-size", "2", "--memory", "500M")
