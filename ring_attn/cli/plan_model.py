@@ -46,6 +46,23 @@ def check_options(args: argparse.Namespace) -> None:
     if args.model is None:
         _check_without_model(args)
         return
+    _refuse_options_of_a_call(args)
+    if args.fits and args.target is not None:
+        raise ValueError("pass --fits or --target, not both")
+    if args.fits:
+        _refuse_both(args, "--fits", "seqlen", "finds the length")
+        _refuse_both(args, "--fits", "documents", "plans one document")
+        _check_given(args, ["world_size"])
+    elif args.target is not None:
+        _refuse_both(args, "--target", "world_size", "finds the number of ranks")
+        _refuse_both(args, "--target", "seqlen", "gives the length")
+        _refuse_both(args, "--target", "documents", "plans one document")
+    else:
+        _check_given(args, ["seqlen", "world_size"])
+
+
+def _refuse_options_of_a_call(args: argparse.Namespace) -> None:
+    """Refuse options that describe one call of attention."""
     for name, option in OF_CALL.items():
         if getattr(args, name) is not None:
             raise ValueError(f"{option} is not used with --model, whose config gives it")
@@ -57,18 +74,6 @@ def check_options(args: argparse.Namespace) -> None:
     ):
         if is_given:
             raise ValueError(f"{option} is not used with --model; it is for one call of attention")
-    if args.fits and args.target is not None:
-        raise ValueError("pass --fits or --target, not both")
-    if args.target is not None:
-        _refuse_both(args, "--target", "world_size", "finds the number of ranks")
-    needed = [] if args.target is not None else ["world_size"]
-    if args.fits or args.target is not None:
-        name = "--fits" if args.fits else "--target"
-        _refuse_both(args, name, "seqlen", "gives or finds the length")
-        _refuse_both(args, name, "documents", "plans one document")
-    else:
-        needed.append("seqlen")
-    _check_given(args, needed)
 
 
 def _check_without_model(args: argparse.Namespace) -> None:
