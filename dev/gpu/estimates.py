@@ -20,6 +20,7 @@ from ring_attn.backends.rates import Rate, Rates
 from ring_attn.machines import count
 from ring_attn.machines.cluster import Host, Link
 from ring_attn.planning import devices
+from ring_attn.planning.model import attention, memory, step
 from ring_attn.transport import options
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
@@ -67,7 +68,7 @@ class Estimate:
 
 def estimates() -> list[Estimate]:
     """Return all estimates, in the order of the table."""
-    return [*_rates(), *_bandwidths(), *_hosts(), *_links(), *_others()]
+    return [*_rates(), *_bandwidths(), *_hosts(), *_links(), *_others(), *_of_models()]
 
 
 def _rates() -> Iterator[Estimate]:
@@ -224,6 +225,34 @@ def _others() -> Iterator[Estimate]:
         "ring_attn/machines/time.py",
         "`ring-attn bench ring` on two GPUs",
     )
+
+
+def _of_models() -> Iterator[Estimate]:
+    """Yield what plans of whole models assume."""
+    assumed = {
+        **{
+            f"products of a model on an {CARDS[name]}: share of the peak": (step, share)
+            for name, share in step.PRODUCT_SHARES.items()
+        },
+        "recurrences of a model: share of the speed of products": (
+            attention,
+            attention.RECURRENCE_SHARE,
+        ),
+        "memory of CUDA and its libraries: GB": (memory, memory.CONTEXT_BYTES / 1e9),
+        "memory lost to fragmentation: share of what comes and goes": (
+            memory,
+            memory.FRAGMENTATION,
+        ),
+        "channels of a communicator of FSDP, TP, PP or EP": (memory, memory.NCCL_CHANNELS),
+    }
+    for what, (module, value) in assumed.items():
+        yield Estimate(
+            key=f"model {what.partition(':')[0]}",
+            what=what,
+            assumed=value,
+            file=module.__name__.replace(".", "/") + ".py",
+            stage="a training step, beside `ring-attn plan --model`",
+        )
 
 
 def _figure(cell: str, name: str) -> Callable[[Cells], float | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from math import lcm
 
 import torch
 
@@ -45,6 +46,23 @@ def check_options(args: argparse.Namespace) -> None:
     if args.model is None:
         _check_without_model(args)
         return
+    _refuse_options_of_a_call(args)
+    if args.fits and args.target is not None:
+        raise ValueError("pass --fits or --target, not both")
+    if args.fits:
+        _refuse_both(args, "--fits", "seqlen", "finds the length")
+        _refuse_both(args, "--fits", "documents", "plans one document")
+        _check_given(args, ["world_size"])
+    elif args.target is not None:
+        _refuse_both(args, "--target", "world_size", "finds the number of ranks")
+        _refuse_both(args, "--target", "seqlen", "gives the length")
+        _refuse_both(args, "--target", "documents", "plans one document")
+    else:
+        _check_given(args, ["seqlen", "world_size"])
+
+
+def _refuse_options_of_a_call(args: argparse.Namespace) -> None:
+    """Refuse options that describe one call of attention."""
     for name, option in OF_CALL.items():
         if getattr(args, name) is not None:
             raise ValueError(f"{option} is not used with --model, whose config gives it")
@@ -56,18 +74,6 @@ def check_options(args: argparse.Namespace) -> None:
     ):
         if is_given:
             raise ValueError(f"{option} is not used with --model; it is for one call of attention")
-    if args.fits and args.target is not None:
-        raise ValueError("pass --fits or --target, not both")
-    if args.target is not None:
-        _refuse_both(args, "--target", "world_size", "finds the number of ranks")
-    needed = [] if args.target is not None else ["world_size"]
-    if args.fits or args.target is not None:
-        name = "--fits" if args.fits else "--target"
-        _refuse_both(args, name, "seqlen", "gives or finds the length")
-        _refuse_both(args, name, "documents", "plans one document")
-    else:
-        needed.append("seqlen")
-    _check_given(args, needed)
 
 
 def _check_without_model(args: argparse.Namespace) -> None:
@@ -115,7 +121,7 @@ def run(args: argparse.Namespace, cluster: Cluster, documents: list[int] | None)
 def job_of(args: argparse.Namespace, cluster: Cluster, documents: list[int] | None) -> Job:
     """Return the job of the options, on the smallest number of ranks for --target."""
     model = sized(read_model(args.model), args.dtype)
-    world_size = args.world_size or (args.tp or 1) * (args.pp or 1) * (args.ep or 1)
+    world_size = args.world_size or _fewest_ranks(args)
     degrees = _degrees(args, world_size)
     check_degrees(degrees, model.architecture)
     memory = args.memory_bytes or cluster.device.memory_bytes or float("inf")
@@ -140,6 +146,12 @@ def job_of(args: argparse.Namespace, cluster: Cluster, documents: list[int] | No
         layout=args.layout,
         explained={"same_bits": args.same_bits, "exact": args.exact, **strategies},
     )
+
+
+def _fewest_ranks(args: argparse.Namespace) -> int:
+    """Return the least number of ranks that the degrees allow."""
+    rest = lcm(args.cp or 1, args.ep or 1, args.fsdp or 1)
+    return (args.tp or 1) * (args.pp or 1) * rest
 
 
 def _degrees(args: argparse.Namespace, world_size: int) -> Degrees:
@@ -169,7 +181,12 @@ def _of_length(
 
 
 def _nothing_fits(plan: ModelPlan, options: Options, degrees: Callable[[int], Degrees]) -> str:
+    """Return in three lines what would fit."""
     job = plan.job
+    if options != Options():
+        other = plan_options(job, Options())
+        if other.fits:
+            return report.nothing_fits(plan, longest(job, options), None, other)
     return report.nothing_fits(plan, longest(job, options), fewest(job, options, degrees))
 
 
@@ -192,7 +209,10 @@ def _fewest(
     plan = fewest(job, options, degrees)
     if plan is None:
         return None, report.no_ranks_fit(job)
+    degrees_found = plan.job.degrees
+    is_least = degrees_found.world_size == job.degrees.world_size
+    why = "the degrees allow no fewer" if is_least else "half as many do not fit"
     return plan, (
-        f"{job.seqlen:,} tokens need {plan.job.degrees.world_size} x {job.cluster.device.name} "
-        f"({plan.job.degrees}); half as many do not fit"
+        f"{job.seqlen:,} tokens need {degrees_found.world_size} x {job.cluster.device.name} "
+        f"({degrees_found}); {why}"
     )

@@ -123,15 +123,19 @@ def _of_rank(attention: Attention, tp: int) -> Attention:
 
 def _over_layout(job: Job, layout: str) -> AttentionPlan:
     architecture = job.model.architecture
-    kinds = [
+    kinds = tuple(
         LayerAttention(attention, count, _choice(job, attention, layout))
         for attention, count in architecture.attentions.items()
-    ]
+    )
+    if kinds:
+        shards = kinds[0].choice.layout
+    else:
+        shards = SequenceLayout.from_name(layout, job.seqlen, job.degrees.cp)
     states = {
-        recurrence: _seconds_of_states(job, recurrence, layout)
+        recurrence: _seconds_of_states(job, recurrence, shards)
         for recurrence in architecture.recurrences
     }
-    return AttentionPlan(layout, tuple(kinds), states)
+    return AttentionPlan(layout, kinds, states)
 
 
 def _choice(job: Job, attention: Attention, layout: str) -> Choice:
@@ -163,13 +167,13 @@ def _choice(job: Job, attention: Attention, layout: str) -> Choice:
     )
 
 
-def _seconds_of_states(job: Job, recurrence: Recurrence, layout: str) -> float:
+def _seconds_of_states(job: Job, recurrence: Recurrence, layout: SequenceLayout) -> float:
     """Return the seconds in which ranks pass on the states of a layer, which nothing hides."""
     cp, nbytes = job.degrees.cp, recurrence.state_bytes * job.batch // job.degrees.tp
     if cp == 1 or not nbytes:
         return 0.0
     cuts = job.documents or (0, job.seqlen)
-    plan = plan_states(SequenceLayout.from_name(layout, job.seqlen, cp), tuple(cuts), nbytes)
+    plan = plan_states(layout, tuple(cuts), nbytes)
     link = job.cluster.between if cp > job.cluster.node_size else job.cluster.inside
     sent = max(plan.sent(rank) for rank in range(cp)) * nbytes
     return len(plan.rounds) * link.latency + sent / link.bandwidth

@@ -7,7 +7,8 @@ of the file are all that is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,7 @@ FOUR_NORMS = ("gemma2", "gemma3_text")
 QK_NORMS = ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text")
 GATED = ("qwen3_next",)
 BIASED = ("qwen2", "qwen2_moe")
+UNGATED = ("bloom", "falcon", "gpt2", "gpt_neox", "opt", "phi", "starcoder2")
 SHARED_GATES = ("qwen2_moe", "qwen3_next")
 
 # Bounds of sizes in a config: products of them stay below 2^63.
@@ -103,7 +105,8 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in CONFIG_MAPPING:
         return dict(values)
     try:
-        config = CONFIG_MAPPING[model_type](**values)
+        with quiet_transformers():
+            config = CONFIG_MAPPING[model_type](**values)
     except Exception:  # each class of transformers checks a config in its own way
         return dict(values)
     types = getattr(config, "layer_types", None)
@@ -126,6 +129,19 @@ def _text_config(path: Path) -> dict[str, Any]:
             "which have one kind of layers, can be planned"
         )
     return values
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' warnings, such as those about missing kernels and about RoPE."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def architecture_of(name: str, values: Mapping[str, Any]) -> Architecture:
@@ -253,6 +269,9 @@ def _attention(read: _Reader, kind: str) -> Attention:
         )
     headdim = read.optional("head_dim") or read.size("hidden_size", "n_embd", "d_model") // nheads
     nheads_kv = read.optional("num_key_value_heads") or nheads
+    if kind in FULL:  # Gemma 4 has other heads in these layers
+        headdim = read.optional("global_head_dim") or headdim
+        nheads_kv = read.optional("num_global_key_value_heads") or nheads_kv
     if nheads % nheads_kv:
         raise read.error(
             "num_attention_heads must be a multiple of num_key_value_heads, got "
@@ -286,6 +305,10 @@ def _recurrence(read: _Reader, kind: str) -> Recurrence:
             dim_v=read.size("linear_value_head_dim"),
             conv_width=read.size("linear_conv_kernel_dim"),
         )
+    if read.optional("linear_num_heads"):  # Kimi Linear
+        nheads, dim = read.size("linear_num_heads"), read.size("linear_head_dim")
+        conv_width = read.size("linear_conv_kernel_dim")
+        return Recurrence("delta rule", nheads, nheads, dim, dim, conv_width)
     if read.optional("mamba_n_heads"):
         nheads = read.size("mamba_n_heads")
         return Recurrence(
@@ -321,7 +344,7 @@ def _recurrence(read: _Reader, kind: str) -> Recurrence:
 def _feedforward(read: _Reader, index: int) -> Feedforward | None:
     """Return the feedforward part of a layer: dense, or experts."""
     values = read.values
-    dense = read.optional("intermediate_size_mlp", "intermediate_size", "n_inner")
+    dense = read.optional("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim")
     experts = read.optional("num_experts", "num_local_experts", "n_routed_experts") or 0
     if experts and _has_experts(read, index):
         width = read.size("moe_intermediate_size", "intermediate_size")
@@ -345,8 +368,9 @@ def _feedforward(read: _Reader, index: int) -> Feedforward | None:
             has_bias=model_type == "gpt_oss",
             has_shared_gate=model_type in SHARED_GATES,
         )
-    if dense is None and values.get("model_type") == "gpt2":
-        return Feedforward(4 * read.size("n_embd"), products=2)
+    if values.get("model_type") in UNGATED:
+        hidden = read.size("hidden_size", "n_embd", "d_model")
+        return Feedforward(dense or 4 * hidden, products=2)
     if not dense:
         raise read.error("it has no intermediate_size")
     return Feedforward(dense)

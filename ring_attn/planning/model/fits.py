@@ -14,6 +14,8 @@ from ring_attn.planning.model.step import Step, step_of
 
 # The most ranks and the longest sequence that are tried.
 MAX_RANKS, MAX_SEQLEN = 4096, 1 << 31
+# Strategies with the smallest buffers: of one shard, or of the rows that a window needs.
+THRIFTY = ("ring", "exchange")
 # Times that a length is corrected by the plan of its attention.
 CORRECTIONS = 3
 
@@ -67,20 +69,37 @@ class Options:
 
 def plan_options(job: Job, options: Options) -> ModelPlan:
     """Return the plan of the fastest options that fit; of those with least memory if none do."""
-    attention = plan_attention(job)
-    plans = [
-        plan_job(replace(job, recompute=recompute, loss=loss), attention)
-        for recompute, loss in options.all()
-    ]
+    plans = _plans(job, options)
+    if not any(plan.fits for plan in plans):
+        plans = _plans(thrifty(job), options)
     fitting = [plan for plan in plans if plan.fits]
     if fitting:
         return min(fitting, key=lambda plan: plan.step.seconds)
     return min(plans, key=lambda plan: plan.memory.total)
 
 
+def _plans(job: Job, options: Options) -> list[ModelPlan]:
+    attention = plan_attention(job)
+    return [
+        plan_job(replace(job, recompute=recompute, loss=loss), attention)
+        for recompute, loss in options.all()
+    ]
+
+
+def thrifty(job: Job) -> Job:
+    """Return the job with strategies that hold little memory, unless strategies were requested."""
+    return replace(job, explained={"strategies": THRIFTY, **job.explained})
+
+
 def longest(job: Job, options: Options) -> ModelPlan | None:
     """Return the plan of the longest sequence that fits; None if not even a short one does."""
-    job = options.least(job)
+    found = [_longest(options.least(one)) for one in (job, thrifty(job))]
+    plans = [plan for plan in found if plan is not None]
+    return max(plans, key=lambda plan: plan.job.seqlen, default=None)
+
+
+def _longest(job: Job) -> ModelPlan | None:
+    """Return the plan of the longest sequence that fits by the job's strategies."""
     unit = unit_of(job.degrees)
     scale, fixed = 0.0, 0.0  # bytes of attention's buffers for each row, and of its communicators
     for _ in range(CORRECTIONS):
@@ -126,18 +145,13 @@ def _last(is_right: Callable[[int], bool], most: int) -> int:
 
 
 def fewest(job: Job, options: Options, degrees: Callable[[int], Degrees]) -> ModelPlan | None:
-    """Return the plan of the fewest ranks on which a length fits: doubled until it does.
+    """Return the plan of the fewest ranks on which a length fits, from the job's ranks on.
 
-    `degrees` returns the degrees of a number of ranks; ranks that it refuses are left out.
+    Their number is doubled until the job fits. `degrees` returns the degrees of a number of ranks.
     """
-    unit = job.degrees.tp * job.degrees.pp * job.degrees.ep
-    world_size = unit
+    world_size = job.degrees.world_size
     while world_size <= MAX_RANKS:
-        try:
-            larger = replace(job, degrees=degrees(world_size))
-        except ValueError:
-            world_size *= 2
-            continue
+        larger = replace(job, degrees=degrees(world_size))
         # Without attention's buffers, which take longest to count.
         least = memory_of(options.least(larger), 0.0, 0.0)
         if least.total <= job.memory_bytes:

@@ -24,8 +24,15 @@ Loss: TypeAlias = Literal["logits", "fused"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "attention", "full")  # the fastest first
 LOSSES: tuple[Loss, ...] = ("logits", "fused")
 
-# Bytes of an optimizer's states for each weight.
-OPTIMIZERS: dict[str, int] = {"adamw": 8, "adamw-8bit": 2, "sgd": 0, "momentum": 4, "none": 0}
+# The states that an optimizer has for each weight: their number, and the bytes of one; None is as
+# many as the weight has.
+OPTIMIZERS: dict[str, tuple[int, int | None]] = {
+    "adamw": (2, None),
+    "adamw-8bit": (2, 1),
+    "sgd": (0, None),
+    "momentum": (1, None),
+    "none": (0, None),
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,12 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.seqlen * self.batch * self.degrees.dp * self.microbatches
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's states for each weight."""
+        states, size = OPTIMIZERS[self.optimizer]
+        return states * (self.weight_dtype.itemsize if size is None else size)
 
     @property
     def device_type(self) -> str:

@@ -9,7 +9,7 @@ from ring_attn.machines.count import CONNECTION_BYTES, SHARED_NET_BYTES
 from ring_attn.planning.model.architecture import Attention
 from ring_attn.planning.model.degrees import stages_of
 from ring_attn.planning.model.formulas import result_bytes
-from ring_attn.planning.model.job import OPTIMIZERS, Job
+from ring_attn.planning.model.job import Job
 
 # Estimates: what CUDA and its libraries take; the share of what comes and goes in a step that the
 # allocator cannot use again; channels of an NCCL communicator with its defaults.
@@ -156,7 +156,7 @@ def _of_weights(job: Job, stage: int) -> list[Part]:
         Part("weights", sharded * size, words),
         Part("gathered weights", gathered, "of two layers, embedding and head"),
         Part("gradients", sharded * size + reduced, "with those that are not yet reduced"),
-        Part("optimizer", sharded * OPTIMIZERS[job.optimizer], job.optimizer),
+        Part("optimizer", sharded * job.optimizer_bytes, job.optimizer),
     ]
 
 
@@ -171,6 +171,8 @@ def _activations(job: Job, stage: int) -> tuple[float, float]:
     if stage == 0:
         kept += model.activations.head.before
     working = max(model.activations.of_layer(i).backward - _saved(job, i) for i in layers)
+    if job.recompute != "none":
+        working += _gathered_rows(job)
     # 1F1B: a stage has as many batches under way as stages follow it, and its own.
     under_way = min(job.microbatches, degrees.pp - stage)
     rows = job.rows / degrees.tp
@@ -190,11 +192,13 @@ def _kept(job: Job, index: int) -> float:
     hidden = job.model.architecture.hidden * job.dtype.itemsize
     if job.recompute != "none":
         return hidden + _results(job, index) * (job.recompute == "attention")
-    kept = job.model.activations.of_layer(index).kept
-    if job.degrees.tp > 1:
-        # Attention and feedforward part get all rows of the tp ranks, and keep them.
-        kept += 2 * hidden * job.degrees.tp
-    return kept
+    return job.model.activations.of_layer(index).kept + _gathered_rows(job)
+
+
+def _gathered_rows(job: Job) -> float:
+    """Return the bytes of the rows of all tp ranks, which attention and feedforward part keep."""
+    tp = job.degrees.tp
+    return 2 * job.model.architecture.hidden * job.dtype.itemsize * tp if tp > 1 else 0.0
 
 
 def _results(job: Job, index: int) -> float:

@@ -14,7 +14,7 @@ from ring_attn.planning.model.architecture import Architecture
 from ring_attn.planning.model.fits import MAX_RANKS, ModelPlan
 from ring_attn.planning.model.job import Job
 from ring_attn.planning.model.memory import Part
-from ring_attn.planning.model.step import PRODUCT_SHARE, Step
+from ring_attn.planning.model.step import Step, peak_flops, product_speed
 
 GB, WIDTH = 1e9, 80
 
@@ -24,7 +24,7 @@ def text_of(plan: ModelPlan, *, verbose: bool = False) -> str:
     blocks = [heading(plan.job), memory_table(plan), step_table(plan), attention_lines(plan)]
     if verbose:
         blocks += [kind.choice.table(verbose=True) for kind in plan.attention.kinds]
-    blocks += [advice(plan), confidence(plan)]
+    blocks += [advice(plan), f"{sources(plan)}\n{confidence(plan)}"]
     return "\n\n".join(blocks)
 
 
@@ -37,8 +37,9 @@ def heading(job: Job) -> str:
     name = architecture.name if len(architecture.name) <= 40 else f"...{architecture.name[-37:]}"
     lines = [
         f"{name}: {weights} B weights, {layers_in_words(architecture)}",
-        f"{job.seqlen:,} tokens x {job.batch}{documents}{batches} on {job.degrees.world_size} x "
-        f"{cluster.device.name} (nodes of {cluster.node_size}): {job.degrees}",
+        f"{job.seqlen:,} tokens, batch {job.batch}{documents}{batches}, on "
+        f"{job.degrees.world_size} x {cluster.device.name} (nodes of {cluster.node_size}): "
+        f"{job.degrees}",
         f"recomputation {job.recompute}, loss {job.loss}, {job.optimizer}, {dtype_name(job.dtype)}"
         f", weights {dtype_name(job.weight_dtype)}",
     ]
@@ -86,10 +87,10 @@ def step_table(plan: ModelPlan) -> str:
     step = plan.step
     rows = {
         "attention": (step.attention, "simulated"),
-        "other products": (step.products, f"estimate: {100 * PRODUCT_SHARE:.0f} % of the peak"),
+        "other products": (step.products, f"estimate: {_share_of_peak(plan.job)}"),
         "other operators": (step.operators, "estimate: eager, by the memory's bandwidth"),
         "recurrences": (step.recurrences, "estimate"),
-        "waits for weights": (step.exposed["fsdp"], "FSDP, not hidden behind a layer"),
+        "waits for weights": (step.exposed["fsdp"], "FSDP or DDP, not hidden behind a layer"),
         "waits of TP": (step.exposed.get("tp", 0.0), "not hidden"),
         "waits for experts": (step.exposed.get("ep", 0.0), "EP, not hidden"),
         "waits for states": (step.exposed.get("states", 0.0), "of recurrences, not hidden"),
@@ -97,12 +98,19 @@ def step_table(plan: ModelPlan) -> str:
         "optimizer": (step.optimizer, "estimate: by the memory's bandwidth"),
     }
     always = {"attention", "other products", "other operators"}
-    lines = ["a step                    time"]
+    lines = ["a step, predicted         time"]
     for name, (seconds, words) in rows.items():
         if seconds > 0 or name in always:
             lines.append(f"{name:20}{format_seconds(seconds):>11}  {words}")
     lines.append(f"{'total':20}{format_seconds(step.seconds):>11}")
     return "\n".join([*lines, speed(step)])
+
+
+def _share_of_peak(job: Job) -> str:
+    peak = peak_flops(job)
+    if peak is None:
+        return "as fast as attention"
+    return f"{100 * product_speed(job) / peak:.0f} % of the peak"
 
 
 def speed(step: Step) -> str:
@@ -135,19 +143,36 @@ def advice(plan: ModelPlan) -> str:
 def confidence(plan: ModelPlan) -> str:
     """Return in one line how far the numbers can be trusted."""
     job = plan.job
-    activations = job.model.activations.source
-    why = f" ({job.model.note})" if job.model.note else ""
-    kernels = job.cluster.device.source
-    if plan.attention.kinds:
-        kernels = plan.attention.kinds[0].choice.problem.cluster.device.source
-    return wrapped(
-        f"confidence: activations {activations}{why}; attention simulated with kernels' speed "
-        f"{kernels}; no GPU has confirmed a plan"
-    )
+    memory = job.model.activations.source.partition(":")[0]
+    kernels = kernels_source(plan).partition(":")[0]
+    return f"confidence: memory {memory}, kernels' speed {kernels}; no GPU has confirmed a plan"
 
 
-def nothing_fits(plan: ModelPlan, longest: ModelPlan | None, fewest: ModelPlan | None) -> str:
-    """Return three lines: what is missing, the longest sequence that fits, the fewest ranks."""
+def kernels_source(plan: ModelPlan) -> str:
+    """Return where the speeds of the kernels of attention come from."""
+    kinds = plan.attention.kinds
+    cluster = kinds[0].choice.problem.cluster if kinds else plan.job.cluster
+    return cluster.device.source
+
+
+def sources(plan: ModelPlan) -> str:
+    """Return in lines where activations and speeds come from."""
+    model = plan.job.model
+    why = f" (not traced: {model.note})" if model.note else ""
+    lines = [f"activations: {model.activations.source}{why}", f"kernels: {kernels_source(plan)}"]
+    return "\n".join(map(wrapped, lines))
+
+
+def nothing_fits(
+    plan: ModelPlan,
+    longest: ModelPlan | None,
+    fewest: ModelPlan | None,
+    other: ModelPlan | None = None,
+) -> str:
+    """Return three lines: what is missing, the longest sequence that fits, the fewest ranks.
+
+    If other options fit on the same ranks, the last line names them.
+    """
     job, memory = plan.job, plan.memory
     where = f"{job.degrees.world_size} x {job.cluster.device.name}"
     largest = max((x for x in memory.parts if x.at_peak), key=lambda part: part.nbytes)
@@ -159,7 +184,10 @@ def nothing_fits(plan: ModelPlan, longest: ModelPlan | None, fewest: ModelPlan |
         lines.append(f"no length fits on {where}: {memory.fixed / GB:,.1f} GB are for any length")
     else:
         lines.append(f"the longest sequence on {where}: {longest.job.seqlen:,} tokens")
-    if fewest is None:
+    if other is not None:
+        chosen = other.job
+        lines.append(f"it fits with --recompute {chosen.recompute} --loss {chosen.loss}")
+    elif fewest is None:
         lines.append(f"no number of ranks up to {MAX_RANKS:,} fits: pass larger --tp, --pp or --ep")
     else:
         degrees = fewest.job.degrees
@@ -209,5 +237,6 @@ def to_dict(plan: ModelPlan) -> dict[str, Any]:
             for kind in plan.attention.kinds
         ],
         "advice": advice_for(plan),
+        "sources": sources(plan),
         "confidence": confidence(plan),
     }

@@ -14,22 +14,40 @@ from math import ceil, log2
 from ring_attn.planning.model.architecture import Attention, Recurrence
 from ring_attn.planning.model.attention import AttentionPlan, recurrence_seconds
 from ring_attn.planning.model.degrees import stages_of
-from ring_attn.planning.model.job import OPTIMIZERS, Job
+from ring_attn.planning.model.job import Job
 from ring_attn.planning.model.memory import layer_weights, sharded_weights
 
 # Peak FLOP/s of 16-bit products without sparsity, of the device whose rates an architecture has:
 # A100, H100 SXM and B200, by their datasheets.
 PEAK_FLOPS = {"sm_80": 312e12, "sm_90": 989e12, "sm_100": 2250e12}
 
-# Share of the peak that large products reach: an estimate.
-PRODUCT_SHARE = 0.7
+# Share of the peak that a model's products reach: an estimate, with which plans have the tokens/s
+# that torchtitan has published for Llama 3 on A100 and H100 within a tenth (docs/fits.md). A B200
+# is assumed to have the share of an H100.
+PRODUCT_SHARES = {"sm_80": 0.7, "sm_90": 0.6, "sm_100": 0.6}
+
+# Gradients are summed in float32.
+GRADIENT_BYTES = 4
+
+
+def product_speed(job: Job) -> float:
+    """Return the FLOP/s of products; of unknown devices, that of attention."""
+    peak = peak_flops(job)
+    if peak is None:
+        return job.cluster.device.forward.flops
+    return PRODUCT_SHARES[job.cluster.device.architecture] * peak
 
 
 def peak_flops(job: Job) -> float | None:
-    """Return the peak of a device's products, or None if it is not known."""
+    """Return the peak of a device's products, or None if it is not known.
+
+    Products in float32 run as TF32, at half the peak of 16 bits.
+    """
     device = job.cluster.device
     peak = PEAK_FLOPS.get(device.architecture)
-    return None if peak is None else peak * device.speed
+    if peak is None or job.dtype.itemsize > 4:
+        return None
+    return peak * device.speed * 2 / job.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -114,10 +132,9 @@ def model_flops(job: Job, attention: AttentionPlan) -> float:
 
 def _optimizer(job: Job) -> float:
     """Return the seconds in which the weights are updated: each is read and written once."""
-    states = OPTIMIZERS[job.optimizer]
     if job.optimizer == "none":
         return 0.0
-    size = job.weight_dtype.itemsize
+    size, states = job.weight_dtype.itemsize, job.optimizer_bytes
     held = max(sharded_weights(job, stage) for stage in range(job.degrees.pp))
     return held * (3 * size + 2 * states) / job.cluster.device.memory_bandwidth
 
@@ -173,7 +190,7 @@ class _Stage:
         experts = part.feedforward
         share = experts.per_token / experts.experts if experts and experts.experts else 0.0
         rows = job.rows / job.degrees.tp
-        product = 2.0 * rows * (weights.dense + share * weights.experts) / self._product_speed
+        product = 2.0 * rows * (weights.dense + share * weights.experts) / product_speed(job)
         moved, bandwidth = (
             job.model.activations.of_layer(index),
             job.cluster.device.memory_bandwidth,
@@ -184,12 +201,6 @@ class _Stage:
         self.products += product + back_products
         self.operators += operators + back_operators
         return product + operators, back_products + back_operators
-
-    @property
-    def _product_speed(self) -> float:
-        """FLOP/s of products; of unknown devices, that of attention."""
-        peak = peak_flops(self._job)
-        return self._job.cluster.device.forward.flops if peak is None else PRODUCT_SHARE * peak
 
     def _mixer(self, mixer: Attention | Recurrence | None) -> tuple[float, float]:
         """Add what mixes the rows of a layer; return the seconds of both directions."""
@@ -202,28 +213,31 @@ class _Stage:
             self.attention += forward + backward
             self.exposed["attention"] += (1 + again) * kind.exposed_forward + kind.exposed_backward
             return forward, backward
-        forward = recurrence_seconds(self._job, mixer, self._product_speed)
+        forward = recurrence_seconds(self._job, mixer, product_speed(self._job))
         states = self._plan.seconds_of_states[mixer]
         self.recurrences += (4 if self._again else 3) * forward
         self.exposed["states"] += (3 if self._again else 2) * states
         return forward, (3 if self._again else 2) * forward
 
     def _add_fsdp(self, index: int, forward: float, backward: float) -> None:
-        """Add the time of gathers and scatters that a layer's compute does not hide."""
-        job = self._job
-        fsdp, tp = job.degrees.fsdp, job.degrees.tp
-        if fsdp == 1:
-            return
-        shard = layer_weights(job, index) / fsdp
-        gather = collective_seconds(job, shard * job.dtype.itemsize, fsdp, tp)
-        scatter = collective_seconds(job, shard * 4, fsdp, tp)
+        """Add the time of gathers and sums of a layer's weights that its compute does not hide.
+
+        Ranks that do not share weights sum the gradients of their shards: a scatter and a gather.
+        """
+        job, degrees = self._job, self._job.degrees
+        shard = layer_weights(job, index) / degrees.fsdp
+        gather = collective_seconds(job, shard * job.dtype.itemsize, degrees.fsdp, degrees.tp)
+        scatter = collective_seconds(job, shard * GRADIENT_BYTES, degrees.fsdp, degrees.tp)
+        replicas = degrees.dp * degrees.cp // degrees.fsdp
+        part, stride = shard * GRADIENT_BYTES / replicas, degrees.fsdp * degrees.tp
+        summed = 2 * collective_seconds(job, part, replicas, stride)
         self.exposed["fsdp"] += max(gather - forward, 0.0)
-        self.exposed["fsdp"] += max(gather + scatter - backward, 0.0)
+        self.exposed["fsdp"] += max(gather + scatter + summed - backward, 0.0)
 
     def _add_head(self) -> None:
         job = self._job
         rows = job.rows / job.degrees.tp
-        product = 2.0 * rows * job.model.weights.projection / self._product_speed
+        product = 2.0 * rows * job.model.weights.projection / product_speed(job)
         # A fused loss computes the gradients with the logits; neither is computed twice.
         self.products += 3 * product
         moved = job.model.activations.head.moved * rows

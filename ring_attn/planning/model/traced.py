@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import zip_longest
 from typing import Any
 from unittest import mock
 from weakref import finalize
@@ -21,6 +22,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
+from ring_attn.planning.model.config import quiet_transformers
 from ring_attn.planning.model.sizes import (
     Activations,
     HeadBytes,
@@ -30,17 +32,20 @@ from ring_attn.planning.model.sizes import (
 )
 from ring_attn.torch_private import TorchDispatchMode, tree_leaves
 
-# Rows of the run: a multiple of every chunk, and of a prime that no size of a model has. Tensors
-# whose number of elements is a multiple of this prime have rows, others are weights' gradients,
-# tables or numbers.
-PRIME = 67
-ROWS = 64 * PRIME
+# The rows of the run are a multiple of every chunk, and of a prime that divides the size of no
+# weight. So tensors whose size is a multiple of this prime have rows; others are gradients of
+# weights, tables or numbers.
+PRIMES, CHUNKS = (67, 71, 73, 79, 83, 89), 64
 
 # Weights of experts, by their names in transformers.
 EXPERTS = re.compile(r"\bexperts\.")
 
 # Rows of a chunk of fla's delta rules, whose kernel keeps a chunk x chunk matrix for each head.
 CHUNK = 64
+
+# What a config says about files and formats of weights, and about angles of RoPE that depend on the
+# length: activations do not depend on them.
+NOT_BUILT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "rope_scaling")
 
 # A model, a layer or a config of transformers, which mypy skips.
 Model = Any
@@ -67,8 +72,9 @@ def trace(values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Tra
     """
     if find_spec("transformers") is None:
         raise NotTraceableError("transformers is not installed")
-    with _quiet(), ExitStack() as stack:
+    with quiet_transformers(), ExitStack() as stack:
         try:
+            stack.enter_context(_registered())
             model = _build(values, dtype)
             weights = weights_of(model)
             kinds, layers = _one_of_each_kind(model)
@@ -86,27 +92,26 @@ def trace(values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Tra
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' warnings, such as those about missing kernels."""
-    from transformers.utils import logging
+def _registered() -> Iterator[None]:
+    """Register the attention of the trace in transformers."""
+    from transformers import AttentionInterface
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    AttentionInterface.register(_ATTENTION, _attention)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        AttentionInterface._global_mapping.pop(_ATTENTION)
 
 
 def _build(values: Mapping[str, Any], dtype: torch.dtype) -> Model:
     """Return the model on the meta device; it has no memory."""
-    from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     model_type = str(values.get("model_type", ""))
     if model_type not in CONFIG_MAPPING:
         raise NotTraceableError(f"transformers does not know the model_type {model_type!r}")
-    AttentionInterface.register(_ATTENTION, _attention)
-    config = CONFIG_MAPPING[model_type](**values)
+    built = {name: value for name, value in values.items() if name not in NOT_BUILT}
+    config = CONFIG_MAPPING[model_type](**built)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=_ATTENTION
@@ -155,15 +160,21 @@ def _one_of_each_kind(model: Model) -> tuple[list[int], list[nn.Module]]:
     found: dict[tuple[object, ...], int] = {}
     kinds: list[int] = []
     left: list[nn.Module] = []
-    for layer in layers:
+    config = model.config.get_text_config()
+    types = vars(config).get("layer_types") or []
+    types_left = []
+    for layer, kind_in_config in zip_longest(layers, types):
         parts = [(name, type(part)) for name, part in layer.named_modules()]
         shapes = [(name, x.shape) for name, x in layer.named_parameters()]
         kind = found.setdefault((*parts, *shapes), len(found))
         if kind == len(left):
             left.append(layer)
+            types_left.append(kind_in_config)
         kinds.append(kind)
     del layers[:]
     layers.extend(left)
+    if types:
+        config.layer_types = types_left  # a model's forward reads the type of each layer there
     return kinds, left
 
 
@@ -254,25 +265,26 @@ class LiveBytes(TorchDispatchMode):
         moved: bytes that operators other than products have read and written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prime: int) -> None:
         super().__init__()
         self.live = self.most = self.moved = 0
+        self._prime = prime
         self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [x for x in _tensors(out) if self._hold(x)]
+        made = [x for x in _tensors(out) if self.hold(x)]
         if made and func.overloadpacket.__name__ not in PRODUCTS:
             self.moved += sum(x.nbytes for x in (*_tensors((args, kwargs)), *made))
         return out
 
-    def _hold(self, x: Tensor) -> bool:
+    def hold(self, x: Tensor) -> bool:
         """Count the storage of a tensor until it is freed; return whether it is new."""
         storage = x.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known or (nbytes // x.itemsize) % PRIME:
+        if key in self._known or (nbytes // x.itemsize) % self._prime:
             return False
         self._known.add(key)
         self.live += nbytes
@@ -331,7 +343,8 @@ class _Watch:
 
 def _run(model: Model, layers: list[nn.Module], kinds: list[int]) -> Activations:
     """Run a forward and a backward, and return the bytes of each layer and of the head."""
-    counted = LiveBytes()
+    prime = _prime_of(model)
+    counted, rows = LiveBytes(prime), CHUNKS * prime
     watch = _Watch(counted, len(layers))
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
@@ -340,10 +353,10 @@ def _run(model: Model, layers: list[nn.Module], kinds: list[int]) -> Activations
         for weight in model.parameters():
             handle = weight.register_post_accumulate_grad_hook(_drop_gradient)
             stack.callback(handle.remove)
-        ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
+        ids = torch.zeros(1, rows, dtype=torch.int64, device="meta")
         with counted:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return _activations(watch, kinds)
+    return _activations(watch, kinds, rows)
 
 
 def _hooks(layer: nn.Module, index: int, watch: _Watch) -> list[Any]:
@@ -367,22 +380,31 @@ def _drop_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def _activations(watch: _Watch, kinds: list[int]) -> Activations:
+def _prime_of(model: Model) -> int:
+    """Return a prime that divides the size of no weight."""
+    sizes = {weight.numel() for weight in model.parameters()}
+    for prime in PRIMES:
+        if all(size % prime for size in sizes):
+            return prime
+    raise NotTraceableError(f"each of {PRIMES} divides the size of a weight")
+
+
+def _activations(watch: _Watch, kinds: list[int], rows: int) -> Activations:
     """Return the recorded counts for each row."""
     before, num_layers = watch.before, watch.num_layers
     layers = tuple(
         LayerBytes(
-            kept=(before[i + 1] - before[i]) / ROWS,
-            forward=(watch.most_forward[i] - before[i]) / ROWS,
-            backward=(watch.most_backward[i] - before[i]) / ROWS,
-            moved_forward=watch.moved_forward[i] / ROWS,
-            moved_backward=watch.moved_backward[i] / ROWS,
+            kept=(before[i + 1] - before[i]) / rows,
+            forward=(watch.most_forward[i] - before[i]) / rows,
+            backward=(watch.most_backward[i] - before[i]) / rows,
+            moved_forward=watch.moved_forward[i] / rows,
+            moved_backward=watch.moved_backward[i] / rows,
         )
         for i in range(num_layers)
     )
     head = HeadBytes(
-        before=before[0] / ROWS,
-        most=(watch.most_backward[num_layers] - before[num_layers]) / ROWS,
-        moved=watch.moved_backward[num_layers] / ROWS,
+        before=before[0] / rows,
+        most=(watch.most_backward[num_layers] - before[num_layers]) / rows,
+        moved=watch.moved_backward[num_layers] / rows,
     )
     return Activations(tuple(kinds), layers, head, "traced: the real module on the meta device")
