@@ -297,7 +297,8 @@ def setting_of(args: argparse.Namespace) -> CellSetting:
     """Return the setting of the command's options; others have the default of the device."""
     device = parse_device(args.device)
     on_gpu = QUICK if args.quick else FULL
-    default = ON_CPU if device.type == "cpu" else on_gpu
+    on_cpu = replace(ON_CPU, seqlens=ON_CPU.seqlens[:1]) if args.quick else ON_CPU
+    default = on_cpu if device.type == "cpu" else on_gpu
     names = [field.name for field in fields(CellSetting)]
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     setting = replace(default, **{**given, "device": device})

@@ -64,14 +64,15 @@ def run(args: argparse.Namespace) -> int:
     ring.silence_profiler()
     device = kernel.parse_device(args.device).type
     benches = [_kernels(device), *_on_ranks(device, start)]
-    console = console_for()
+    tables = {bench.name: table(bench.rows, bench.title, SHOWN[bench.name]) for bench in benches}
+    console = console_for([*tables.values()])
     console.print(described(), markup=False)
     failures = []
     for bench in benches:
         if not bench.rows:
             console.print(f"{bench.title}: left out, since {SECONDS:.0f} s are over", markup=False)
             continue
-        console.print(table(bench.rows, bench.title, SHOWN[bench.name]))
+        console.print(tables[bench.name])
         for line in [*notes(bench.rows), *bench.remarks]:
             console.print(line, markup=False)
         failures += bench.failures

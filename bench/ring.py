@@ -6,7 +6,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ring_attn import profiling
 from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.backends.base import Backend
 from ring_attn.bench import implementations as one_device
 from ring_attn.bench.benchmark import Benchmark, Outputs, lines_of_rank
 from ring_attn.bench.implementations import DIRECTIONS, Shape, reason
 from ring_attn.bench.predictions import Plan, cluster_of, plan, strategies_of
-from ring_attn.bench.ring_implementations import Dense, Ours, RingCase, RingImpl
+from ring_attn.bench.ring_implementations import Dense, Ours, RingCase, RingImpl, without_compute
 from ring_attn.bench.ring_peers import RING_PEERS
 from ring_attn.bench.rows import Row, figure, key, length, word
 from ring_attn.bench.timing import STAGES, free_memory, turned
@@ -112,7 +113,7 @@ class RingRow(Row):
         tflops: TFLOP/s of a rank's device.
         share: that, as a share of the speed of one rank alone.
         exposed_ms: waits for transfers, which compute did not hide.
-        hidden_ms: the rest of the time in which transfers were under way.
+        hidden_ms: time of the same call without its computation, minus `exposed_ms`.
         bytes_sent: bytes that a rank sends.
         peak_bytes: most bytes that a call holds beyond its inputs.
         predicted_ms: the planner's time.
@@ -363,6 +364,7 @@ class _Ring:
                 impls[entry] = impl
         samples = self._timed(impls)
         alone = self._alone() if impls else {}
+        only_transfers = self._only_transfers(impls)
         rows = []
         for entry in entries:
             label = impls[entry].label if entry in impls and entry.impl != "ours" else None
@@ -375,8 +377,9 @@ class _Ring:
                 row = self._with_memory(row, impls[entry])
                 rows.append(self._with_verdicts(row, entry, verdicts[entry]))
             if entry in impls:
+                of_entry = rows[-len(self.setting.modes) :]
                 rows[-len(self.setting.modes) :] = self._with_transfers(
-                    rows[-len(self.setting.modes) :], impls[entry], entry
+                    of_entry, impls[entry], entry, only_transfers.get(entry, {})
                 )
         impls.clear()
         free_memory(rank_device())
@@ -454,8 +457,7 @@ class _Ring:
         All ranks do so at the same time, and the slowest one counts.
         """
         shape = self.case.shape.shortened(self.case.shape.batch, ALONE_ROWS[self.setting.device])
-        purpose = Purpose.of(shape.mask, backward=self.case.backward, same_bits=None)
-        backend = get_backend(choose_backend(shape.spec, "auto", purpose).name)
+        backend = self._backend(shape)
         data = replace(shape, device=rank_device()).data()
         attention = one_device.Ours(shape, data, backend)
         stages = [attention.forward, attention.backward][: 1 + self.case.backward]
@@ -495,8 +497,31 @@ class _Ring:
         row = replace(row, max_error=max(verdict.error for verdict in judged))
         return row.without_time(f"wrong: {wrong}") if wrong else row
 
+    def _only_transfers(self, impls: dict[Entry, RingImpl]) -> dict[Entry, dict[str, float]]:
+        """Return the milliseconds of calls of ours that compute nothing, by mode."""
+        found: dict[Entry, dict[str, float]] = {}
+        for entry, impl in impls.items():
+            if entry.impl != "ours":
+                continue
+            with without_compute(self._backend(self.case.shape)):
+                samples = [self._sampled(impl) for _ in range(WARMUP + OBSERVED)][WARMUP:]
+            found[entry] = {
+                mode: statistics.median(sum(ms[STAGES[mode]]) for ms in samples)
+                for mode in self.setting.modes
+            }
+        return found
+
+    def _backend(self, shape: Shape) -> Backend:
+        """Return the backend that computes a problem here."""
+        purpose = Purpose.of(shape.mask, backward=self.case.backward, same_bits=None)
+        return get_backend(choose_backend(shape.spec, "auto", purpose).name)
+
     def _with_transfers(
-        self, rows: Sequence[RingRow], impl: RingImpl, entry: Entry
+        self,
+        rows: Sequence[RingRow],
+        impl: RingImpl,
+        entry: Entry,
+        only_transfers: Mapping[str, float],
     ) -> list[RingRow]:
         """Add waits, transfers, bytes and predictions of ours to the rows of all modes."""
         if entry.impl != "ours":
@@ -505,11 +530,12 @@ class _Ring:
         found = []
         for row in rows:
             parts = [observed[back] for back in DIRECTIONS[row.mode]]
-            wait, flight, sent = (sum(values) for values in zip(*parts, strict=True))
+            wait, sent = (sum(values) for values in zip(*parts, strict=True))
+            transfers = only_transfers[row.mode] if sent else 0.0
             row = replace(
                 row,
                 exposed_ms=1e3 * wait,
-                hidden_ms=1e3 * max(flight - wait, 0.0),
+                hidden_ms=max(transfers - 1e3 * wait, 0.0),
                 bytes_sent=int(sent),
             )
             if entry.plan is not None and row.median_ms is not None:
@@ -519,7 +545,7 @@ class _Ring:
         return found
 
     def _observed(self, impl: RingImpl) -> dict[bool, tuple[float, ...]]:
-        """Return seconds of waits and of transfers, and bytes sent, by direction: worst ranks."""
+        """Return seconds of waits, and bytes sent, by direction, on the rank with most of each."""
         samples: dict[bool, list[list[float]]] = {False: [], True: []}
         for _ in range(OBSERVED):
             dist.barrier(self.group)
@@ -529,7 +555,7 @@ class _Ring:
             impl.release()
             for back, figures in ((False, stats.forward), (True, stats.backward)):
                 if figures is not None:
-                    values = [figures.wait_s, figures.in_flight_s, float(figures.bytes_sent)]
+                    values = [figures.wait_s, float(figures.bytes_sent)]
                     samples[back].append(self._worst(values))
         return {
             back: tuple(statistics.median(each) for each in zip(*found, strict=True))

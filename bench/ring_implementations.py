@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_attn
+from ring_attn.backends.base import Backend
 from ring_attn.bench.implementations import Differentiable, Shape
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.strategy import Strategy
@@ -201,6 +203,22 @@ class Ours(RingImpl):
             strategy=self._strategy,
             group=self.group,
         )
+
+
+@contextmanager
+def without_compute(backend: Backend) -> Iterator[None]:
+    """Let a backend compute nothing, so that a call consists of its transfers. Results are lost."""
+
+    def forward(*args: Any, **options: Any) -> Any:
+        # q, k, v, the tiles, and the state that a step returns.
+        return args[4]
+
+    kind = type(backend)
+    with (
+        mock.patch.object(kind, "forward", staticmethod(forward)),
+        mock.patch.object(kind, "backward", staticmethod(lambda *args, **options: None)),
+    ):
+        yield
 
 
 class Dense(RingImpl):

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
+from ring_attn import profiling
+from ring_attn.backends import choose_backend, get_backend
 from ring_attn.bench import peers, ring, ring_peers
 from ring_attn.bench.implementations import Shape
 from ring_attn.bench.judge import OracleJudge
-from ring_attn.bench.ring_implementations import RingCase
+from ring_attn.bench.ring_implementations import Ours, RingCase, without_compute
 from ring_attn.cli.masks import MaskChoice
 from ring_attn.core import masks
 from ring_attn.core.mask import Mask
@@ -302,6 +304,24 @@ def test_peers_on_ranks_get_their_arguments() -> None:
                 drawn = peer(judge.case, group)
                 sizes = [[x.shape for x in each._leaves] for each in (drawn, impl)]
                 assert sizes[0] == sizes[1]
+
+
+@on_ranks(2)
+def test_a_call_without_its_computation_only_sends() -> None:
+    """Its results are those of rows that see nothing; the next call computes again."""
+    case = RingCase(shape("causal"), 2, "zigzag", threads=1, backward=True)
+    group = dist.group.WORLD
+    assert group is not None
+    judge = ring._Judge(case, group)
+    impl = Ours(judge.case, group, judge.inputs)
+    backend = get_backend(choose_backend(case.shape.spec).name)
+    with without_compute(backend), profiling.collect():
+        impl.run()
+        figures = profiling.stats().backward
+    assert figures is not None and figures.bytes_sent > 0
+    assert all(bool((x == 0).all()) for x in impl.whole())
+    impl.run()
+    assert all(each.ok for each in judge.verdicts(impl))
 
 
 @on_ranks(2)
