@@ -54,6 +54,9 @@ JUDGED_ROWS = 1024
 # Most rows that a rank computes alone, for its speed without other ranks.
 ALONE_ROWS = {"cpu": 2048, "cuda": 16384}
 
+# Shares of the work of a case, for the lines of progress.
+CHECKS, TIMES = 0.3, 0.5
+
 # Repetitions whose waits and transfers are measured.
 OBSERVED = 3
 
@@ -325,12 +328,17 @@ def measure(
         for number, (case, entries) in enumerate(plans):
             group = groups[case.world_size]
             if rank < case.world_size and group is not None:
-                stage = f"case {number + 1} of {len(plans)}"
-                progress.begin(stage, done=sum(work[:number]), total=sum(work))
+                before = f"case {number + 1} of {len(plans)}"
+                begin = partial(_begin, before, sum(work[:number]), work[number], sum(work))
                 ring = _Ring(setting, case, group)
-                rows += ring.rows(entries)
+                rows += ring.rows(entries, begin)
                 failures += ring.failures
     return rows, failures
+
+
+def _begin(before: str, done: float, work: float, total: float, what: str, share: float) -> None:
+    """Begin a stage of a case, of which a share is done."""
+    progress.begin(f"{before}, {what}", done=done + share * work, total=total)
 
 
 class _Ring:
@@ -340,15 +348,19 @@ class _Ring:
         self.setting, self.case, self.group = setting, case, group
         self.failures: list[str] = []
 
-    def rows(self, entries: Sequence[Entry]) -> list[RingRow]:
-        """Judge all implementations, time them in turn, and return their rows."""
+    def rows(self, entries: Sequence[Entry], begin: Callable[[str, float], None]) -> list[RingRow]:
+        """Judge all implementations, time them in turn, and return their rows.
+
+        `begin` names a stage, and the share of the work that is done before it.
+        """
         impls: dict[Entry, RingImpl] = {}
         verdicts: dict[Entry, list[Verdict]] = {}
         whys = {entry: entry.why for entry in entries if entry.why}
         judge = _Judge(self.case, self.group)
-        for entry in entries:
+        for number, entry in enumerate(entries):
             if entry.why:
                 continue
+            begin(f"checking {entry.impl} {entry.label}", CHECKS * number / len(entries))
             why = self._why_not(entry)
             if not why:
                 why, impl = self._tried(partial(self._built, entry, judge.case, judge.inputs))
@@ -362,7 +374,8 @@ class _Ring:
             else:
                 assert impl is not None
                 impls[entry] = impl
-        samples = self._timed(impls)
+        samples = self._timed(impls, begin)
+        begin("memory and transfers", CHECKS + TIMES)
         alone = self._alone() if impls else {}
         only_transfers = self._only_transfers(impls)
         rows = []
@@ -419,12 +432,16 @@ class _Ring:
         dist.all_gather_object(reasons, why, group=self.group)
         return next(filter(None, reasons), ""), impl
 
-    def _timed(self, impls: dict[Entry, RingImpl]) -> dict[Entry, dict[str, list[float]]]:
+    def _timed(
+        self, impls: dict[Entry, RingImpl], begin: Callable[[str, float], None]
+    ) -> dict[Entry, dict[str, list[float]]]:
         """Return the milliseconds of all repetitions, by implementation and mode."""
         found: dict[Entry, dict[str, list[float]]] = {
             entry: {mode: [] for mode in self.setting.modes} for entry in impls
         }
-        for repetition in range(WARMUP + self.setting.iters):
+        repetitions = WARMUP + self.setting.iters
+        for repetition in range(repetitions):
+            begin(f"repetition {repetition + 1}", CHECKS + TIMES * repetition / repetitions)
             for entry in turned([*impls], repetition):
                 ms = self._sampled(impls[entry])
                 if repetition >= WARMUP:
