@@ -158,6 +158,7 @@ class DecodeBench(Benchmark[DecodeSetting, DecodeRow]):
             measure,
             setting.world_size,
             setting,
+            self.outputs,
             threads=setting.threads,
             device=setting.device,
         )
@@ -249,8 +250,14 @@ class Cache(NamedTuple):
     block_table: Tensor | None = None
 
 
-def measure(setting: DecodeSetting) -> tuple[list[DecodeRow], list[str], float]:
-    """Measure all cases; return rows, failures, and the GB/s of a copy."""
+def measure(
+    setting: DecodeSetting, outputs: Outputs | None = None
+) -> tuple[list[DecodeRow], list[str], float]:
+    """Measure all cases; return rows, failures, and the GB/s of a copy.
+
+    Rank 0 writes the files of `outputs` after each case.
+    """
+    bench = DecodeBench(setting, outputs)
     rows: list[DecodeRow] = []
     failures: list[str] = []
     cases = list(setting.cases())
@@ -261,6 +268,8 @@ def measure(setting: DecodeSetting) -> tuple[list[DecodeRow], list[str], float]:
             stage = f"case {number + 1} of {len(cases)}"
             progress.begin(stage, done=sum(work[:number]), total=sum(work))
             rows += _measured(setting, case, gbps, failures)
+            bench.rows, bench.failures = rows, failures
+            bench.save()
     return rows, failures, gbps
 
 

@@ -218,6 +218,7 @@ class RingBench(Benchmark[RingSetting, RingRow]):
             _world_size(self.setting),
             self.setting,
             plans,
+            self.outputs,
             threads=self.setting.threads,
             device=self.setting.device,
         )
@@ -315,9 +316,15 @@ def _world_size(setting: RingSetting) -> int:
 
 
 def measure(
-    setting: RingSetting, plans: Sequence[tuple[RingCase, Sequence[Entry]]]
+    setting: RingSetting,
+    plans: Sequence[tuple[RingCase, Sequence[Entry]]],
+    outputs: Outputs | None = None,
 ) -> tuple[list[RingRow], list[str]]:
-    """Measure all cases on the first ranks of each; return the rows and failures of rank 0."""
+    """Measure all cases on the first ranks of each; return the rows and failures of rank 0.
+
+    Rank 0 writes the files of `outputs` after each case.
+    """
+    bench = RingBench(setting, outputs)
     rank, started = dist.get_rank(), dist.get_world_size()
     sizes = dict.fromkeys(case.world_size for case, _ in plans)
     groups = {n: dist.group.WORLD if n == started else dist.new_group(range(n)) for n in sizes}
@@ -333,6 +340,8 @@ def measure(
                 ring = _Ring(setting, case, group)
                 rows += ring.rows(entries, begin)
                 failures += ring.failures
+                bench.rows, bench.failures = rows, failures
+                bench.save()
     return rows, failures
 
 
@@ -347,6 +356,8 @@ class _Ring:
     def __init__(self, setting: RingSetting, case: RingCase, group: dist.ProcessGroup) -> None:
         self.setting, self.case, self.group = setting, case, group
         self.failures: list[str] = []
+        # Rows by their number, which all implementations share.
+        self._drawn: dict[int, Inputs] = {}
 
     def rows(self, entries: Sequence[Entry], begin: Callable[[str, float], None]) -> list[RingRow]:
         """Judge all implementations, time them in turn, and return their rows.
@@ -412,9 +423,16 @@ class _Ring:
             if case.layout == "auto":
                 assert entry.plan is not None, "a layout is planned, or refused"
                 layout_of = partial(_like, entry.plan.layout)
-            impl = Ours(case, self.group, whole, strategy=entry.strategy, layout_of=layout_of)
+            impl = Ours(
+                case,
+                self.group,
+                whole,
+                self._drawn,
+                strategy=entry.strategy,
+                layout_of=layout_of,
+            )
         else:
-            impl = RING_PEERS[entry.impl](case, self.group, whole)
+            impl = RING_PEERS[entry.impl](case, self.group, whole, self._drawn)
         with impl.active():
             impl.run()
         return impl

@@ -7,8 +7,11 @@ these tests find wrong arguments, layouts and gathers; they say nothing of the p
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +24,8 @@ from torch import Tensor
 import ring_attn
 from ring_attn import profiling
 from ring_attn.backends import choose_backend, get_backend
-from ring_attn.bench import peers, ring, ring_peers
+from ring_attn.bench import comm, peers, ring, ring_peers
+from ring_attn.bench.benchmark import Outputs
 from ring_attn.bench.implementations import Shape
 from ring_attn.bench.judge import OracleJudge
 from ring_attn.bench.ring_implementations import Ours, RingCase, without_compute
@@ -30,6 +34,7 @@ from ring_attn.core import masks
 from ring_attn.core.mask import Mask
 from ring_attn.testing import dense_attention
 from tests.distributed.pool import on_ranks
+from tests.integration.commands import options_of
 
 CHOICES = {
     "causal": MaskChoice("causal"),
@@ -338,3 +343,13 @@ def test_peers_on_ranks_name_what_they_cannot_run() -> None:
         assert "query head i" in why("ring-attention-pytorch")
         assert "all ranks" in why("ring-attention-pytorch", kv_heads=4, world_size=1)
         assert why("ring-attention-pytorch", kv_heads=4) == ""
+
+
+@on_ranks(2)
+def test_rows_are_written_as_they_come() -> None:
+    """A run that is killed leaves the rows so far: `measure` itself writes them."""
+    setting = comm.setting_of(options_of("bench comm", "--op hop --size 64,128 --iters 1"))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "comm.json"
+        comm.measure(setting, Outputs(json=path))
+        assert [row["nbytes"] for row in json.loads(path.read_text())["rows"]] == [64, 128]
