@@ -6,6 +6,7 @@ import argparse
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,9 @@ ALONE_ROWS = {"cpu": 2048, "cuda": 16384}
 
 # Shares of the work of a case, for the lines of progress.
 CHECKS, TIMES = 0.3, 0.5
+
+# Errors of ours that do not fail the run.
+REFUSALS = (NotImplementedError, ValueError, ImportError, torch.OutOfMemoryError)
 
 # Repetitions whose waits and transfers are measured.
 OBSERVED = 3
@@ -374,12 +378,12 @@ class _Ring:
             begin(f"checking {entry.impl} {entry.label}", CHECKS * number / len(entries))
             why = self._why_not(entry)
             if not why:
-                why, impl = self._tried(partial(self._built, entry, judge.case, judge.inputs))
+                why, impl = self._tried(entry, judge.case, judge.inputs)
             if not why:
                 assert impl is not None
                 verdicts[entry] = judge.verdicts(impl)
                 del impl
-                why, impl = self._tried(partial(self._built, entry, self.case, None))
+                why, impl = self._tried(entry, self.case, None)
             if why:
                 whys[entry] = f"cannot run: {why}"
             else:
@@ -437,18 +441,29 @@ class _Ring:
             impl.run()
         return impl
 
-    def _tried(self, build: Callable[[], RingImpl]) -> tuple[str, RingImpl | None]:
-        """Return why an implementation cannot run, or the implementation, the same on all ranks."""
-        why = ""
+    def _tried(
+        self, entry: Entry, case: RingCase, whole: Inputs | None
+    ) -> tuple[str, RingImpl | None]:
+        """Return why an implementation cannot run, or the implementation, the same on all ranks.
+
+        An error of ours that is no refusal is a failure.
+        """
+        tried = ("", False)  # the reason, and whether it is a failure
         impl: RingImpl | None = None
         try:
-            impl = build()
+            impl = self._built(entry, case, whole)
         except Exception as error:
-            why = reason(error)
+            is_failure = entry.impl == "ours" and not isinstance(error, REFUSALS)
+            if is_failure:
+                traceback.print_exception(error)
+            tried = (reason(error), is_failure)
             free_memory(rank_device())
-        reasons = [""] * self.case.world_size
-        dist.all_gather_object(reasons, why, group=self.group)
-        return next(filter(None, reasons), ""), impl
+        every = [tried] * self.case.world_size
+        dist.all_gather_object(every, tried, group=self.group)
+        why = next((why for why, _ in every if why), "")
+        if any(is_failure for _, is_failure in every):
+            self.failures.append(f"ours, {entry.label}: {why}")
+        return why, impl
 
     def _timed(
         self, impls: dict[Entry, RingImpl], begin: Callable[[str, float], None]

@@ -7,9 +7,11 @@ these tests find wrong arguments, layouts and gathers; they say nothing of the p
 from __future__ import annotations
 
 import functools
+import io
 import json
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -343,6 +345,24 @@ def test_peers_on_ranks_name_what_they_cannot_run() -> None:
         assert "query head i" in why("ring-attention-pytorch")
         assert "all ranks" in why("ring-attention-pytorch", kv_heads=4, world_size=1)
         assert why("ring-attention-pytorch", kv_heads=4) == ""
+
+
+@on_ranks(2)
+def test_an_error_of_ours_fails_the_run_and_a_refusal_does_not() -> None:
+    words = "--device cpu --world-size 2 --seqlen 32 --heads 2 --head-dim 16 --iters 1 --peer dense"
+    setting = ring.setting_of(options_of("bench ring", words))
+    ((case, entries),) = ring.RingBench(setting).plans()
+    group = dist.group.WORLD
+    assert group is not None
+    for error, failures in ((ArithmeticError("made to fail"), 1), (ValueError("refused"), 0)):
+        one = ring._Ring(setting, case, group)
+        said = io.StringIO()
+        with mock.patch.object(Ours, "set_up", side_effect=error), redirect_stderr(said):
+            rows = one.rows(entries, lambda what, share: None)
+        assert len(one.failures) == failures
+        notes = {row.impl: row.note for row in rows}
+        assert str(error) in notes["ours"] and not notes["dense"]
+        assert ("made to fail" in said.getvalue()) == bool(failures)
 
 
 @on_ranks(2)
