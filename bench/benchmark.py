@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ring_attn.bench.compare import Earlier, changes, changes_table, read_earlier
 from ring_attn.bench.report import Report
 from ring_attn.bench.rows import Row, notes, table
-from ring_attn.cli.arguments import progress, signs_of_life, write_csv
+from ring_attn.cli.arguments import is_first_rank, progress, signs_of_life, write_csv
 from ring_attn.testing.launch import under_torchrun
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Outputs:
         if args.threshold is not None and args.compare is None:
             raise ValueError("--threshold needs --compare OLD.json, with which to compare")
         earlier = None
-        if args.compare is not None:
+        if args.compare is not None and is_first_rank():  # other nodes may not have the file
             earlier = read_earlier(args.compare, bench, row)
         return cls(
             json=args.json,

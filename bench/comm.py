@@ -92,6 +92,7 @@ class CommBench(Benchmark[CommSetting, CommRow]):
             measure,
             setting.world_size,
             setting,
+            self.outputs,
             threads=setting.threads,
             device=setting.device,
         )
@@ -153,8 +154,9 @@ def setting_of(args: argparse.Namespace) -> CommSetting:
 # -- within a rank
 
 
-def measure(setting: CommSetting) -> list[CommRow]:
-    """Measure all operations and sizes on every rank."""
+def measure(setting: CommSetting, outputs: Outputs | None = None) -> list[CommRow]:
+    """Measure all operations and sizes; rank 0 writes the files of `outputs` after each."""
+    bench = CommBench(setting, outputs)
     transport = open_p2p(check_group(None), TransportOptions())
     rows = planned(setting)
     found = []
@@ -168,6 +170,8 @@ def measure(setting: CommSetting) -> list[CommRow]:
             stage = f"message {number + 1} of {len(rows)}"
             progress.begin(stage, done=sum(work[:number]), total=sum(work))
             found.append(_measured(row, transport, setting, load))
+            bench.rows = found
+            bench.save()
     return found
 
 

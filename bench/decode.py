@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from ring_attn.bench.implementations import reason
 from ring_attn.bench.peers import installed
 from ring_attn.bench.roofs import copy_gbps
 from ring_attn.bench.rows import Row, figure, key, length
-from ring_attn.bench.timing import free_memory, turned
+from ring_attn.bench.timing import FLUSH_BYTES, free_memory, turned
 from ring_attn.cli.arguments import progress
 from ring_attn.cli.bench_options import (
     DECODE_BATCHES,
@@ -46,6 +47,9 @@ WARMUP = 3
 
 # Calls of one repetition: one call is shorter than a synchronisation of a GPU with its host.
 CALLS = {"cuda": 20, "cpu": 1}
+
+# Errors of ours that do not fail the run.
+REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
 
 # Sizes of the cache whose results are compared with float64.
 JUDGED_ROWS, JUDGED_BATCH = 1024, 2
@@ -158,6 +162,7 @@ class DecodeBench(Benchmark[DecodeSetting, DecodeRow]):
             measure,
             setting.world_size,
             setting,
+            self.outputs,
             threads=setting.threads,
             device=setting.device,
         )
@@ -249,8 +254,14 @@ class Cache(NamedTuple):
     block_table: Tensor | None = None
 
 
-def measure(setting: DecodeSetting) -> tuple[list[DecodeRow], list[str], float]:
-    """Measure all cases; return rows, failures, and the GB/s of a copy."""
+def measure(
+    setting: DecodeSetting, outputs: Outputs | None = None
+) -> tuple[list[DecodeRow], list[str], float]:
+    """Measure all cases; return rows, failures, and the GB/s of a copy.
+
+    Rank 0 writes the files of `outputs` after each case.
+    """
+    bench = DecodeBench(setting, outputs)
     rows: list[DecodeRow] = []
     failures: list[str] = []
     cases = list(setting.cases())
@@ -261,6 +272,8 @@ def measure(setting: DecodeSetting) -> tuple[list[DecodeRow], list[str], float]:
             stage = f"case {number + 1} of {len(cases)}"
             progress.begin(stage, done=sum(work[:number]), total=sum(work))
             rows += _measured(setting, case, gbps, failures)
+            bench.rows, bench.failures = rows, failures
+            bench.save()
     return rows, failures, gbps
 
 
@@ -268,7 +281,7 @@ def _measured(
     setting: DecodeSetting, case: DecodeCase, gbps: float, failures: list[str]
 ) -> list[DecodeRow]:
     """Check, and then time, all implementations on a case."""
-    calls: dict[str, Callable[[], object]] = {}
+    calls: dict[str, list[Callable[[], object]]] = {}
     rows = {impl: row_of(setting, case, impl) for impl in setting.impls}
     short = case.shortened(setting.world_size)
     for impl in setting.impls:
@@ -277,10 +290,16 @@ def _measured(
             if why:
                 raise NotImplementedError(why)
             ratio, wrong = _verdict(setting, short, impl)
-            calls[impl] = _repeatable(attention(impl, case, _drawn(setting, case, whole=None)))
+            calls[impl] = [
+                _repeatable(attention(impl, case, _drawn(setting, case, whole=None)))
+                for _ in range(num_caches(setting, case))
+            ]
         except Exception as error:
             # Refusals are the same on all ranks: no rank has sent anything.
             rows[impl] = rows[impl].without_time(f"cannot run: {reason(error)}")
+            if impl == "ours" and not isinstance(error, REFUSALS):
+                traceback.print_exception(error)
+                failures.append(f"ours, {case}: {reason(error)}")
             free_memory(rank_device())
             continue
         rows[impl] = replace(rows[impl], max_ratio=ratio)
@@ -308,9 +327,20 @@ def _measured(
     return list(rows.values())
 
 
-def _repeat(call: Callable[[], object], num: int) -> None:
-    for _ in range(num):
-        call()
+def num_caches(setting: DecodeSetting, case: DecodeCase) -> int:
+    """Return the number of caches to go through, so that none is in the L2 cache of a GPU.
+
+    The layers of a model have caches of their own, too.
+    """
+    if setting.device == "cpu":
+        return 1
+    nbytes = case.nbytes(setting.dtype) // setting.world_size
+    return min(CALLS[setting.device], -(-FLUSH_BYTES // nbytes))
+
+
+def _repeat(calls: Sequence[Callable[[], object]], num: int) -> None:
+    for number in range(num):
+        calls[number % len(calls)]()
 
 
 def _repeatable(call: Callable[[], object]) -> Callable[[], object]:

@@ -23,7 +23,7 @@ from ring_attn.core.tiles import pair_tiles
 from ring_attn.testing import Inputs
 
 # The most characters of a reason, which is one line of a table.
-REASON_CHARS = 160
+REASON_CHARS = 200
 
 # Whether each direction of a mode is the backward.
 DIRECTIONS: dict[str, tuple[bool, ...]] = {
@@ -170,9 +170,11 @@ class Differentiable(Implementation):
 
 
 def reason(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error in one line; refusals are texts for users, and have no type before them."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
+    if isinstance(error, NotImplementedError | ImportError):
+        return textwrap.shorten(str(error), REASON_CHARS)
     return textwrap.shorten(f"{type(error).__name__}: {error}", REASON_CHARS)
 
 

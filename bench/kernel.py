@@ -140,7 +140,6 @@ class Cells(Benchmark[CellSetting, CellRow]):
         problems = list(self.setting.problems())
         planned = [row for problem in problems for row in self._planned(problem)]
         self.check_comparable(planned)
-        self.remarks += [f"{name}: {why}" for name, why in self._unavailable.items()]
         self._roofs = measure_roofs(self.setting.device, self.setting.dtype)
         self.remarks.append(str(self._roofs))
         work = [problem.batch * problem.seqlen**2 for problem in problems]
@@ -151,11 +150,14 @@ class Cells(Benchmark[CellSetting, CellRow]):
                 self.rows += self._measured(problem)
             else:
                 why = f"not measured: beyond the budget of {self.setting.budget:g} s"
-                self.rows += [row.without_time(why) for row in self._planned(problem)]
+                self.rows += [
+                    row.without_time(self._unavailable.get(row.impl, why))
+                    for row in self._planned(problem)
+                ]
             self.save()
 
     def _planned(self, problem: Shape) -> list[CellRow]:
-        """Return the rows of a cell, without figures, of all implementations that are there."""
+        """Return the rows of a cell, without figures, of all implementations."""
         return [
             CellRow(
                 impl=name,
@@ -169,14 +171,14 @@ class Cells(Benchmark[CellSetting, CellRow]):
                 head_dim_v=problem.dim_v,
                 dtype=dtype_name(problem.dtype),
             )
-            for name in self._names
+            for name in self.setting.impls
             for mode in self.setting.modes
         ]
 
     def _measured(self, problem: Shape) -> list[CellRow]:
         """Build, check, and then time all implementations that can run a cell."""
         free_memory(self.setting.device)
-        reasons = dict[str, str]()
+        reasons = {**self._unavailable}
         ratios = dict[str, float]()
         calls = dict[str, TimedCall]()
 
@@ -297,7 +299,8 @@ def setting_of(args: argparse.Namespace) -> CellSetting:
     """Return the setting of the command's options; others have the default of the device."""
     device = parse_device(args.device)
     on_gpu = QUICK if args.quick else FULL
-    default = ON_CPU if device.type == "cpu" else on_gpu
+    on_cpu = replace(ON_CPU, seqlens=ON_CPU.seqlens[:1]) if args.quick else ON_CPU
+    default = on_cpu if device.type == "cpu" else on_gpu
     names = [field.name for field in fields(CellSetting)]
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     setting = replace(default, **{**given, "device": device})

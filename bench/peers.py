@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,12 @@ class Packed(Differentiable):
         return [x.unflatten(0, (self._batch, -1)) for x in super().results()]
 
 
+class Make(Protocol):
+    """Return an implementation for a problem, its data, and whether a backward follows."""
+
+    def __call__(self, problem: Shape, data: Inputs, backward: bool) -> Implementation: ...
+
+
 @dataclass(frozen=True)
 class Peer:
     """An implementation of another package.
@@ -63,7 +69,7 @@ class Peer:
         wide_v: whether v may have another head dim than q and k.
     """
 
-    make: Callable[[Shape, Inputs, bool], Implementation]
+    make: Make
     kinds: tuple[str, ...]
     package: str | None = None
     on_cpu: bool = False
@@ -98,7 +104,7 @@ def installed(module: str) -> bool:
 # -- torch
 
 
-def _sdpa(kernel: SDPBackend) -> Callable[[Shape, Inputs, bool], Implementation]:
+def _sdpa(kernel: SDPBackend) -> Make:
     """Return the maker of torch's attention by one of its kernels."""
 
     def make(problem: Shape, data: Inputs, backward: bool) -> Implementation:
@@ -165,9 +171,7 @@ def _mask_mod(problem: Shape) -> Callable[..., Tensor]:
 # -- flash-attn
 
 
-def _flash(
-    package: str, unbounded: int | None = -1
-) -> Callable[[Shape, Inputs, bool], Implementation]:
+def _flash(package: str, unbounded: int | None = -1) -> Make:
     """Return the maker of a version of flash-attn, whose windows are unbounded by `unbounded`."""
 
     def make(problem: Shape, data: Inputs, backward: bool) -> Implementation:

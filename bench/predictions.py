@@ -90,13 +90,20 @@ def plan(case: RingCase, strategy: Strategy | None, layout: str, cluster: Cluste
         backward=case.backward,
         memory_bytes=float("inf"),
     )
-    choice = choose(
-        problem,
-        layouts_of(problem, layout),
-        None if strategy is None else [strategy],
-        effort="best",
-        peaks=False,
-    )
+    try:
+        choice = choose(
+            problem,
+            layouts_of(problem, layout),
+            None if strategy is None else [strategy],
+            effort="best",
+            peaks=False,
+        )
+    except ValueError as error:
+        if strategy is None:
+            raise
+        # The reason follows the names of the problem, the strategy and the layout.
+        named = f"{strategy.full_name(case.world_size)} ({layout}): "
+        raise ValueError(str(error).rpartition(named)[2]) from None
     best: Candidate = choice.best
     assert best.prediction is not None, "the best candidate was simulated"
     forward, backward = best.prediction.forward, best.prediction.backward

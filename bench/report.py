@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from ring_attn import plots
@@ -19,6 +20,9 @@ from ring_attn.plots.benches import measured
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+# No table is wider, in characters.
+MAX_WIDTH = 1000
 
 S = TypeVar("S", bound="DataclassInstance")
 R = TypeVar("R", bound="DataclassInstance")
@@ -87,7 +91,7 @@ class Report(Generic[S, R]):
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
         """Print tables, failures and last lines; return the exit status, 1 if a result is wrong."""
-        console = console_for()
+        console = console_for(tables)
         console.print(*tables)
         for failure in self.failures:
             console.print(failure, style="red", markup=False)
@@ -96,9 +100,13 @@ class Report(Generic[S, R]):
         return 1 if self.failures else 0
 
 
-def console_for() -> Console:
-    """Return the console of tables, which is wide if the output is not a terminal."""
+def console_for(tables: Sequence[Table]) -> Console:
+    """Return a console that is as wide as the tables, so that no figure is cut off.
+
+    A terminal that is narrower breaks the lines.
+    """
     console = Console(highlight=False)
-    if console.is_terminal:
-        return console
-    return Console(highlight=False, width=TABLE_WIDTH)
+    wide = Console(highlight=False, width=MAX_WIDTH)
+    widths = [Measurement.get(wide, wide.options, table).maximum for table in tables]
+    least = console.width if console.is_terminal else TABLE_WIDTH
+    return Console(highlight=False, width=max([least, *widths]))

@@ -6,7 +6,8 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from ring_attn import profiling
 from ring_attn.backends import Purpose, choose_backend, get_backend
+from ring_attn.backends.base import Backend
 from ring_attn.bench import implementations as one_device
 from ring_attn.bench.benchmark import Benchmark, Outputs, lines_of_rank
 from ring_attn.bench.implementations import DIRECTIONS, Shape, reason
 from ring_attn.bench.predictions import Plan, cluster_of, plan, strategies_of
-from ring_attn.bench.ring_implementations import Dense, Ours, RingCase, RingImpl
+from ring_attn.bench.ring_implementations import Dense, Ours, RingCase, RingImpl, without_compute
 from ring_attn.bench.ring_peers import RING_PEERS
 from ring_attn.bench.rows import Row, figure, key, length, word
 from ring_attn.bench.timing import STAGES, free_memory, turned
@@ -52,6 +54,12 @@ JUDGED_ROWS = 1024
 
 # Most rows that a rank computes alone, for its speed without other ranks.
 ALONE_ROWS = {"cpu": 2048, "cuda": 16384}
+
+# Shares of the work of a case, for the lines of progress.
+CHECKS, TIMES = 0.3, 0.5
+
+# Errors of ours that do not fail the run.
+REFUSALS = (NotImplementedError, ValueError, ImportError, torch.OutOfMemoryError)
 
 # Repetitions whose waits and transfers are measured.
 OBSERVED = 3
@@ -112,7 +120,7 @@ class RingRow(Row):
         tflops: TFLOP/s of a rank's device.
         share: that, as a share of the speed of one rank alone.
         exposed_ms: waits for transfers, which compute did not hide.
-        hidden_ms: the rest of the time in which transfers were under way.
+        hidden_ms: time of the same call without its computation, minus `exposed_ms`.
         bytes_sent: bytes that a rank sends.
         peak_bytes: most bytes that a call holds beyond its inputs.
         predicted_ms: the planner's time.
@@ -214,6 +222,7 @@ class RingBench(Benchmark[RingSetting, RingRow]):
             _world_size(self.setting),
             self.setting,
             plans,
+            self.outputs,
             threads=self.setting.threads,
             device=self.setting.device,
         )
@@ -311,9 +320,15 @@ def _world_size(setting: RingSetting) -> int:
 
 
 def measure(
-    setting: RingSetting, plans: Sequence[tuple[RingCase, Sequence[Entry]]]
+    setting: RingSetting,
+    plans: Sequence[tuple[RingCase, Sequence[Entry]]],
+    outputs: Outputs | None = None,
 ) -> tuple[list[RingRow], list[str]]:
-    """Measure all cases on the first ranks of each; return the rows and failures of rank 0."""
+    """Measure all cases on the first ranks of each; return the rows and failures of rank 0.
+
+    Rank 0 writes the files of `outputs` after each case.
+    """
+    bench = RingBench(setting, outputs)
     rank, started = dist.get_rank(), dist.get_world_size()
     sizes = dict.fromkeys(case.world_size for case, _ in plans)
     groups = {n: dist.group.WORLD if n == started else dist.new_group(range(n)) for n in sizes}
@@ -324,12 +339,19 @@ def measure(
         for number, (case, entries) in enumerate(plans):
             group = groups[case.world_size]
             if rank < case.world_size and group is not None:
-                stage = f"case {number + 1} of {len(plans)}"
-                progress.begin(stage, done=sum(work[:number]), total=sum(work))
+                before = f"case {number + 1} of {len(plans)}"
+                begin = partial(_begin, before, sum(work[:number]), work[number], sum(work))
                 ring = _Ring(setting, case, group)
-                rows += ring.rows(entries)
+                rows += ring.rows(entries, begin)
                 failures += ring.failures
+                bench.rows, bench.failures = rows, failures
+                bench.save()
     return rows, failures
+
+
+def _begin(before: str, done: float, work: float, total: float, what: str, share: float) -> None:
+    """Begin a stage of a case, of which a share is done."""
+    progress.begin(f"{before}, {what}", done=done + share * work, total=total)
 
 
 class _Ring:
@@ -338,31 +360,39 @@ class _Ring:
     def __init__(self, setting: RingSetting, case: RingCase, group: dist.ProcessGroup) -> None:
         self.setting, self.case, self.group = setting, case, group
         self.failures: list[str] = []
+        # Rows by their number, which all implementations share.
+        self._drawn: dict[int, Inputs] = {}
 
-    def rows(self, entries: Sequence[Entry]) -> list[RingRow]:
-        """Judge all implementations, time them in turn, and return their rows."""
+    def rows(self, entries: Sequence[Entry], begin: Callable[[str, float], None]) -> list[RingRow]:
+        """Judge all implementations, time them in turn, and return their rows.
+
+        `begin` names a stage, and the share of the work that is done before it.
+        """
         impls: dict[Entry, RingImpl] = {}
         verdicts: dict[Entry, list[Verdict]] = {}
         whys = {entry: entry.why for entry in entries if entry.why}
         judge = _Judge(self.case, self.group)
-        for entry in entries:
+        for number, entry in enumerate(entries):
             if entry.why:
                 continue
+            begin(f"checking {entry.impl} {entry.label}", CHECKS * number / len(entries))
             why = self._why_not(entry)
             if not why:
-                why, impl = self._tried(partial(self._built, entry, judge.case, judge.inputs))
+                why, impl = self._tried(entry, judge.case, judge.inputs)
             if not why:
                 assert impl is not None
                 verdicts[entry] = judge.verdicts(impl)
                 del impl
-                why, impl = self._tried(partial(self._built, entry, self.case, None))
+                why, impl = self._tried(entry, self.case, None)
             if why:
                 whys[entry] = f"cannot run: {why}"
             else:
                 assert impl is not None
                 impls[entry] = impl
-        samples = self._timed(impls)
+        samples = self._timed(impls, begin)
+        begin("memory and transfers", CHECKS + TIMES)
         alone = self._alone() if impls else {}
+        only_transfers = self._only_transfers(impls)
         rows = []
         for entry in entries:
             label = impls[entry].label if entry in impls and entry.impl != "ours" else None
@@ -375,8 +405,9 @@ class _Ring:
                 row = self._with_memory(row, impls[entry])
                 rows.append(self._with_verdicts(row, entry, verdicts[entry]))
             if entry in impls:
+                of_entry = rows[-len(self.setting.modes) :]
                 rows[-len(self.setting.modes) :] = self._with_transfers(
-                    rows[-len(self.setting.modes) :], impls[entry], entry
+                    of_entry, impls[entry], entry, only_transfers.get(entry, {})
                 )
         impls.clear()
         free_memory(rank_device())
@@ -396,32 +427,54 @@ class _Ring:
             if case.layout == "auto":
                 assert entry.plan is not None, "a layout is planned, or refused"
                 layout_of = partial(_like, entry.plan.layout)
-            impl = Ours(case, self.group, whole, strategy=entry.strategy, layout_of=layout_of)
+            impl = Ours(
+                case,
+                self.group,
+                whole,
+                self._drawn,
+                strategy=entry.strategy,
+                layout_of=layout_of,
+            )
         else:
-            impl = RING_PEERS[entry.impl](case, self.group, whole)
+            impl = RING_PEERS[entry.impl](case, self.group, whole, self._drawn)
         with impl.active():
             impl.run()
         return impl
 
-    def _tried(self, build: Callable[[], RingImpl]) -> tuple[str, RingImpl | None]:
-        """Return why an implementation cannot run, or the implementation, the same on all ranks."""
-        why = ""
+    def _tried(
+        self, entry: Entry, case: RingCase, whole: Inputs | None
+    ) -> tuple[str, RingImpl | None]:
+        """Return why an implementation cannot run, or the implementation, the same on all ranks.
+
+        An error of ours that is no refusal is a failure.
+        """
+        tried = ("", False)  # the reason, and whether it is a failure
         impl: RingImpl | None = None
         try:
-            impl = build()
+            impl = self._built(entry, case, whole)
         except Exception as error:
-            why = reason(error)
+            is_failure = entry.impl == "ours" and not isinstance(error, REFUSALS)
+            if is_failure:
+                traceback.print_exception(error)
+            tried = (reason(error), is_failure)
             free_memory(rank_device())
-        reasons = [""] * self.case.world_size
-        dist.all_gather_object(reasons, why, group=self.group)
-        return next(filter(None, reasons), ""), impl
+        every = [tried] * self.case.world_size
+        dist.all_gather_object(every, tried, group=self.group)
+        why = next((why for why, _ in every if why), "")
+        if any(is_failure for _, is_failure in every):
+            self.failures.append(f"ours, {entry.label}: {why}")
+        return why, impl
 
-    def _timed(self, impls: dict[Entry, RingImpl]) -> dict[Entry, dict[str, list[float]]]:
+    def _timed(
+        self, impls: dict[Entry, RingImpl], begin: Callable[[str, float], None]
+    ) -> dict[Entry, dict[str, list[float]]]:
         """Return the milliseconds of all repetitions, by implementation and mode."""
         found: dict[Entry, dict[str, list[float]]] = {
             entry: {mode: [] for mode in self.setting.modes} for entry in impls
         }
-        for repetition in range(WARMUP + self.setting.iters):
+        repetitions = WARMUP + self.setting.iters
+        for repetition in range(repetitions):
+            begin(f"repetition {repetition + 1}", CHECKS + TIMES * repetition / repetitions)
             for entry in turned([*impls], repetition):
                 ms = self._sampled(impls[entry])
                 if repetition >= WARMUP:
@@ -454,8 +507,7 @@ class _Ring:
         All ranks do so at the same time, and the slowest one counts.
         """
         shape = self.case.shape.shortened(self.case.shape.batch, ALONE_ROWS[self.setting.device])
-        purpose = Purpose.of(shape.mask, backward=self.case.backward, same_bits=None)
-        backend = get_backend(choose_backend(shape.spec, "auto", purpose).name)
+        backend = self._backend(shape)
         data = replace(shape, device=rank_device()).data()
         attention = one_device.Ours(shape, data, backend)
         stages = [attention.forward, attention.backward][: 1 + self.case.backward]
@@ -495,8 +547,31 @@ class _Ring:
         row = replace(row, max_error=max(verdict.error for verdict in judged))
         return row.without_time(f"wrong: {wrong}") if wrong else row
 
+    def _only_transfers(self, impls: dict[Entry, RingImpl]) -> dict[Entry, dict[str, float]]:
+        """Return the milliseconds of calls of ours that compute nothing, by mode."""
+        found: dict[Entry, dict[str, float]] = {}
+        for entry, impl in impls.items():
+            if entry.impl != "ours":
+                continue
+            with without_compute(self._backend(self.case.shape)):
+                samples = [self._sampled(impl) for _ in range(WARMUP + OBSERVED)][WARMUP:]
+            found[entry] = {
+                mode: statistics.median(sum(ms[STAGES[mode]]) for ms in samples)
+                for mode in self.setting.modes
+            }
+        return found
+
+    def _backend(self, shape: Shape) -> Backend:
+        """Return the backend that computes a problem here."""
+        purpose = Purpose.of(shape.mask, backward=self.case.backward, same_bits=None)
+        return get_backend(choose_backend(shape.spec, "auto", purpose).name)
+
     def _with_transfers(
-        self, rows: Sequence[RingRow], impl: RingImpl, entry: Entry
+        self,
+        rows: Sequence[RingRow],
+        impl: RingImpl,
+        entry: Entry,
+        only_transfers: Mapping[str, float],
     ) -> list[RingRow]:
         """Add waits, transfers, bytes and predictions of ours to the rows of all modes."""
         if entry.impl != "ours":
@@ -505,11 +580,12 @@ class _Ring:
         found = []
         for row in rows:
             parts = [observed[back] for back in DIRECTIONS[row.mode]]
-            wait, flight, sent = (sum(values) for values in zip(*parts, strict=True))
+            wait, sent = (sum(values) for values in zip(*parts, strict=True))
+            transfers = only_transfers[row.mode] if sent else 0.0
             row = replace(
                 row,
                 exposed_ms=1e3 * wait,
-                hidden_ms=1e3 * max(flight - wait, 0.0),
+                hidden_ms=max(transfers - 1e3 * wait, 0.0),
                 bytes_sent=int(sent),
             )
             if entry.plan is not None and row.median_ms is not None:
@@ -519,7 +595,7 @@ class _Ring:
         return found
 
     def _observed(self, impl: RingImpl) -> dict[bool, tuple[float, ...]]:
-        """Return seconds of waits and of transfers, and bytes sent, by direction: worst ranks."""
+        """Return seconds of waits, and bytes sent, by direction, on the rank with most of each."""
         samples: dict[bool, list[list[float]]] = {False: [], True: []}
         for _ in range(OBSERVED):
             dist.barrier(self.group)
@@ -529,7 +605,7 @@ class _Ring:
             impl.release()
             for back, figures in ((False, stats.forward), (True, stats.backward)):
                 if figures is not None:
-                    values = [figures.wait_s, figures.in_flight_s, float(figures.bytes_sent)]
+                    values = [figures.wait_s, float(figures.bytes_sent)]
                     samples[back].append(self._worst(values))
         return {
             back: tuple(statistics.median(each) for each in zip(*found, strict=True))

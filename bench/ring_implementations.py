@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_attn
+from ring_attn.backends.base import Backend
 from ring_attn.bench.implementations import Differentiable, Shape
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.strategy import Strategy
@@ -59,7 +61,11 @@ class RingImpl(Differentiable):
     heads_first = False
 
     def __init__(
-        self, case: RingCase, group: dist.ProcessGroup, whole: Inputs | None = None
+        self,
+        case: RingCase,
+        group: dist.ProcessGroup,
+        whole: Inputs | None = None,
+        drawn: dict[int, Inputs] | None = None,
     ) -> None:
         """Set the package up, and take this rank's rows.
 
@@ -68,8 +74,11 @@ class RingImpl(Differentiable):
             group: the ranks.
             whole: q, k, v and dout of the whole sequence, the same on every rank; None draws
                 this rank's rows only, which is enough for times.
+            drawn: rows that were drawn, by their number, to which those of this one are added.
+                Implementations that share them need the memory of one.
         """
         self.case, self.group = case, group
+        self._shared = {} if drawn is None else drawn
         self.rank = dist.get_rank(group)
         self.layout = self.own_layout()
         attend = self.set_up()
@@ -134,21 +143,24 @@ class RingImpl(Differentiable):
         return [self.gather(self.restore(x)) for x in self.results()]
 
     def _drawn(self) -> Inputs:
-        """Draw this rank's rows of q, k, v and dout on its device."""
+        """Return this rank's rows of q, k, v and dout on its device, drawn if nobody has."""
         shape, device = self.case.shape, rank_device()
         generator = torch.Generator(device).manual_seed(self.rank)
         rows = self.num_rows()
+        if rows in self._shared:
+            return self._shared[rows]
 
         def draw(heads: int, dim: int) -> Tensor:
             size = (shape.batch, rows, heads, dim)
             return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
 
-        return Inputs(
+        self._shared[rows] = Inputs(
             q=draw(shape.heads, shape.head_dim),
             k=draw(shape.kv_heads, shape.head_dim),
             v=draw(shape.kv_heads, shape.dim_v),
             dout=draw(shape.heads, shape.dim_v),
         )
+        return self._shared[rows]
 
 
 class Ours(RingImpl):
@@ -164,20 +176,17 @@ class Ours(RingImpl):
         case: RingCase,
         group: dist.ProcessGroup,
         whole: Inputs | None = None,
+        drawn: dict[int, Inputs] | None = None,
         *,
         strategy: str | Strategy = "ring",
         layout_of: Callable[[RingCase], SequenceLayout] | None = None,
-        shown: str | None = None,
     ) -> None:
         self._strategy = strategy
         self._layout_of = layout_of
-        self._shown = shown
-        super().__init__(case, group, whole)
+        super().__init__(case, group, whole, drawn)
 
     @property
     def label(self) -> str:
-        if self._shown is not None:
-            return self._shown
         if isinstance(self._strategy, str):
             return self._strategy
         return self._strategy.full_name(self.case.world_size)
@@ -201,6 +210,22 @@ class Ours(RingImpl):
             strategy=self._strategy,
             group=self.group,
         )
+
+
+@contextmanager
+def without_compute(backend: Backend) -> Iterator[None]:
+    """Let a backend compute nothing, so that a call consists of its transfers. Results are lost."""
+
+    def forward(*args: Any, **options: Any) -> Any:
+        # q, k, v, the tiles, and the state that a step returns.
+        return args[4]
+
+    kind = type(backend)
+    with (
+        mock.patch.object(kind, "forward", staticmethod(forward)),
+        mock.patch.object(kind, "backward", staticmethod(lambda *args, **options: None)),
+    ):
+        yield
 
 
 class Dense(RingImpl):

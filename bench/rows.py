@@ -179,9 +179,14 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def label(row: Row, names: Sequence[str]) -> str:
-    """Return the values of some key fields of a row: "ours, fwd, 8k"."""
+    """Return the values of some key fields of a row: "ours, fwd, length 8k"."""
     shown = columns(type(row))
-    return ", ".join(shown[name].text(getattr(row, name)) for name in names)
+    words = []
+    for name in names:
+        value = getattr(row, name)
+        text = shown[name].text(value)
+        words.append(f"{shown[name].title} {text}" if isinstance(value, int) else text)
+    return ", ".join(words)
 
 
 def _place(row: Row, names: Sequence[str]) -> str:

@@ -9,17 +9,15 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dev.gpu import device
 from dev.gpu.cells import NotHere
 from dev.gpu.device import Compilations
 from ring_attn.backends import get_backend
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.bench.implementations import Differentiable, Implementation, Ours, Shape
+from ring_attn.bench.implementations import Implementation, Ours, Shape
 from ring_attn.bench.judge import OracleJudge
+from ring_attn.bench.peers import PEERS
 from ring_attn.bench.timing import STAGES, TimedCall, Watch, quantiles, time_in_turn
 from ring_attn.kernels import configs
 from ring_attn.testing import Inputs
@@ -30,23 +28,7 @@ TRIAL_ROWS, TRIAL_HEADS, TRIAL_DIM = 64, (4, 2), 16
 
 # Compared with the oracle before they are timed.
 OURS = ("ours", "portable")
-SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
-
-
-class Sdpa(Differentiable):
-    """torch's attention by one of its kernels, over (batch, heads, seqlen, dim)."""
-
-    def __init__(self, problem: Shape, data: Inputs, kernel: SDPBackend) -> None:
-        heads_first = [x.transpose(1, 2).contiguous() for x in data]
-        grouped = problem.heads != problem.kv_heads
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(kernel):
-                return F.scaled_dot_product_attention(
-                    q, k, v, is_causal=problem.causal, enable_gqa=grouped
-                )
-
-        super().__init__(attend, heads_first, backward=True)
+SDPA = {"cudnn": "cudnn", "torch flash": "torch-flash"}
 
 
 class Fa3(Implementation):
@@ -69,7 +51,7 @@ class Fa3(Implementation):
 def make(name: str, problem: Shape, data: Inputs) -> Implementation:
     if name in SDPA:
         device.need_cuda(f"{name} runs on CUDA")
-        return Sdpa(problem, data, SDPA[name])
+        return PEERS[SDPA[name]].make(problem, data, backward=True)
     if name == "FlashAttention 3":
         device.need_cuda("FlashAttention 3 runs on CUDA")
         return Fa3(problem, data)

@@ -87,6 +87,15 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(parse_size(part) for part in text.split(","))
 
 
+def parse_seconds(text: str) -> float:
+    """Parse a number of seconds, from 0: "90" or "0.5"."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text.strip()):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)} is not a time: pass seconds, such as 90 or 0.5"
+        )
+    return float(text)
+
+
 def parse_percent(text: str) -> float:
     """Parse a percentage above 0: "10" or "2.5"."""
     value = float(text) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text.strip()) else 0.0

@@ -17,6 +17,7 @@ from ring_attn.cli.arguments import (
     parse_rank_counts,
     parse_ranks,
     parse_report,
+    parse_seconds,
     parse_size,
     parse_sizes,
 )
@@ -91,7 +92,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
         TFLOP/s     of a rank's device: all FLOPs / time / ranks
         of alone    its share of the speed of a rank that computes alone
         exposed     time in waits for transfers, which compute did not hide
-        hidden      the rest of the time in which transfers were under way
+        hidden      time of the call without its computation, minus exposed
         sent, peak  bytes that a rank sends; bytes of a call beyond its inputs
         predicted   time by the planner; off: predicted / measured - 1
         error       largest difference of out, dq, dk, dv from attention in
@@ -409,7 +410,7 @@ def add_modes(parser: argparse.ArgumentParser) -> None:
 def add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
-        type=float,
+        type=parse_seconds,
         metavar="SECONDS",
         help="start no measurement after this time (default: no limit)",
     )

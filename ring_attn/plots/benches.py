@@ -115,6 +115,12 @@ def _has_several(rows: Sequence[Json], name: str) -> bool:
     return len({str(row[name]) for row in rows if row.get(name) not in (None, "-")}) > 1
 
 
+def _follows(rows: Sequence[Mapping[str, Any]], name: str, size: str) -> bool:
+    """Return whether an entry follows from the size, as the batch does from the length."""
+    pairs = {(row[size], str(row.get(name))) for row in rows}
+    return len(pairs) == len({row[size] for row in rows})
+
+
 def _modes(rows: Sequence[Json]) -> dict[str, str]:
     """Return the titles of the modes of the rows; operations are their own titles."""
     found = [*MODES, *dict.fromkeys(row["mode"] for row in rows)]
@@ -186,6 +192,10 @@ def _case(row: Json, differing: Sequence[str]) -> str:
             words.append("causal" if value else "full")
         elif name == "world_size":
             words.append("1 rank" if value == 1 else f"{value} ranks")
+        elif name == "batch":
+            words.append(f"batch {value}")
+        elif name == "queries":
+            words.append("1 query" if value == 1 else f"{value} queries")
         elif name == "pages":
             words.append(f"pages of {value}" if value else "no pages")
         elif isinstance(value, int):
@@ -214,7 +224,11 @@ def _short(size: int) -> str:
 
 def _rates(rows: Sequence[Json], size: str, rate: str, theme: str) -> Figure:
     """Draw a rate by size, a line for each implementation and case."""
-    differing = [name for name in CASES if name != size and _has_several(rows, name)]
+    differing = [
+        name
+        for name in CASES
+        if name != size and _has_several(rows, name) and not _follows(rows, name, size)
+    ]
     is_known = "heads" in rows[0] and not {"heads", "head_dim", "head_dim_v"} & {*differing}
     heads = _heads(rows[0]) if is_known else ""
     lines: dict[Line, list[tuple[int, float]]] = {}

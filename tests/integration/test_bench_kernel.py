@@ -117,6 +117,19 @@ def test_report_and_table(report_of: Any, capsys: pytest.CaptureFixture[str]) ->
     assert "roofs, measured" in said
 
 
+def test_what_is_not_there_is_one_line_and_a_row(
+    report_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(f"{RUN} --impl fa2,cudnn --mode fwd")
+    notes = {row["impl"]: row["note"] for row in report["rows"]}
+    assert notes == {
+        "fa2": "the package flash_attn is not installed",
+        "cudnn": "runs on CUDA only",
+    }
+    said = capsys.readouterr().out
+    assert said.count("is not installed") == 1 and len(report["rows"]) == 4
+
+
 def test_a_budget_ends_the_run_and_says_what_is_left(
     report_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,7 +127,10 @@ def check_command(line: str) -> None:
             return
     program, rest = words[0], words[1:]
     if program == "ring-attn":
-        command = next(c for c in cli.COMMANDS if rest[: len(c.words)] == c.words)
+        # Longer names come first: "bench ring" before "bench".
+        named = [each for each in cli.COMMANDS if rest[: len(each.words)] == each.words]
+        assert named, f"{line}: no such command"
+        command = named[0]
         command.parser(cli.PROG).parse_args(rest[len(command.name.split()) :])
     elif program == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

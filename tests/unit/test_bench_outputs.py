@@ -7,8 +7,10 @@ import csv
 import io
 import json
 import re
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from rich.console import Console
 
 from ring_attn.bench import comm, kernel
 from ring_attn.bench.benchmark import Outputs
-from ring_attn.bench.compare import changes, read_earlier
+from ring_attn.bench.compare import changes, changes_table, read_earlier
 from ring_attn.bench.rows import notes, table
 from ring_attn.cli import arguments
+from ring_attn.cli.main import main
 from ring_attn.cli.masks import MaskChoice, parse_mask, parse_masks
 from ring_attn.core import masks
 from tests.integration.commands import options_of
@@ -199,6 +202,33 @@ def test_a_run_without_a_row_of_the_earlier_one_is_refused_before_it(tmp_path: P
     bench = comm.CommBench(comm.setting_of(args), Outputs.of(args, "comm", comm.CommRow))
     with refused(ValueError, "--compare|of other measurements|'command'"):
         bench.run()
+    files = ["--json", str(tmp_path / "new.json"), "--csv", str(tmp_path / "new.csv")]
+    assert main(["bench", "comm", *words.split(), *files]) == 2
+    assert [*tmp_path.iterdir()] == [earlier]
+
+
+def test_no_damage_of_a_report_is_an_error_of_another_kind(tmp_path: Path) -> None:
+    file = write(tmp_path / "old.json", [row("hop", 1024, 1.0), row("hop", 64)])
+    text, random, refusals = file.read_text(), Random(0), 0
+    report = json.loads(text)
+    for _ in range(300):
+        damaged = deepcopy(report)
+        place: Any = damaged
+        while isinstance(place, dict | list) and place:
+            name = random.choice([*(place if isinstance(place, dict) else range(len(place)))])
+            if random.random() < 0.4 or not isinstance(place[name], dict | list):
+                place[name] = random.choice([None, [], {}, "x", -1, 1e999, True, [[1]], {"a": 1}])
+                break
+            place = place[name]
+        file.write_text(json.dumps(damaged))
+        try:
+            earlier = read_earlier(file, "comm", comm.CommRow)
+        except ValueError as error:
+            assert str(error).startswith("--compare: ")
+            refusals += 1
+        else:
+            changes_table(changes(earlier, [row("hop", 1024, 1.0)]), earlier, {}, 0.1)
+    assert refusals > 100
 
 
 # -- progress

@@ -23,13 +23,15 @@ ROOT = Path(__file__).parents[2]
 # Importing it pretends that there is a GPU, for the whole process. It runs only without one.
 PRETENDS = "dev.gpu.launching"
 
+# Modules that cannot be imported, or must not be.
+NO_MODULES = ("__future__", "_typeshed", PRETENDS)
+
 # The cells of a GPU, and the code of the package that talks to NCCL and CUDA.
 FILES = (
     *(path for path in sorted((ROOT / "dev/gpu").glob("*.py")) if path.stem != "launching"),
     *sorted((ROOT / "ring_attn/transport").rglob("*.py")),
     ROOT / "ring_attn/testing/one_gpu.py",
-    ROOT / "bench/timing.py",
-    ROOT / "bench/judge.py",
+    *sorted((ROOT / "bench").glob("*.py")),
 )
 
 
@@ -65,7 +67,7 @@ def imported(tree: ast.AST) -> dict[str, Any]:
                 module = import_module(one.name)
                 root = import_module(one.name.split(".")[0])
                 names[one.asname or one.name.split(".")[0]] = module if one.asname else root
-        elif isinstance(node, ast.ImportFrom) and node.module not in ("__future__", PRETENDS):
+        elif isinstance(node, ast.ImportFrom) and node.module not in NO_MODULES:
             module = import_module(str(node.module))
             for one in node.names:
                 names[one.asname or one.name] = value_of(module, one.name)

@@ -386,6 +386,12 @@ def test_a_bench_of_lengths_shows_its_rates() -> None:
     assert axes.get_xlabel() == "length of the sequence (8/2 x 64)"
     looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.lines}
     assert len(looks) == len(axes.lines)
+    # The batch follows from the length, and makes no further lines; that of others does.
+    for one in rows:
+        one["batch"] = 4096 // one["seqlen"]
+    assert len(plots.bench({"rows": rows}).axes[0].lines) == 4
+    (axes,) = plots.bench({"rows": [*rows, {**rows[0], "batch": 64}]}).axes
+    assert "ring_attn, causal, batch 64" in [line.get_label() for line in axes.lines]
     messages = [
         row("gloo", op, 1.0, nbytes=n, gbps=n / 4.0) for op in ("hop", "all_gather") for n in (4, 8)
     ]
