@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -247,6 +248,9 @@ def test_no_option_is_ignored(command: cli.Command) -> None:
     parser = command.parser(cli.PROG)
     sources = [inspect.getsource(import_module(command.module)), *map(inspect.getsource, SHARED)]
     read = {name for source in sources for name in re.findall(r"\bargs\.(\w+)", source)}
+    for setting in re.findall(r"\bfields\((\w+)\)", sources[0]):
+        # Options with the names of a setting's fields are read with getattr.
+        read |= {field.name for field in fields(getattr(import_module(command.module), setting))}
     for source in sources[:1]:
         for function in re.findall(r"with_options\(\s*(\w+)", source):
             parameters = inspect.signature(getattr(import_module(command.module), function))
