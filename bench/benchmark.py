@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ring_attn.bench.compare import Earlier, changes, changes_table, read_earlier
 from ring_attn.bench.report import Report
 from ring_attn.bench.rows import Row, notes, table
-from ring_attn.cli.arguments import is_first_rank, progress, signs_of_life, write_csv
-from ring_attn.testing.launch import under_torchrun
+from ring_attn.cli.arguments import is_first_rank, progress, write_csv
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -56,11 +54,6 @@ class Outputs:
             threshold=THRESHOLD if args.threshold is None else args.threshold / 100.0,
             quiet=args.quiet,
         )
-
-
-def lines_of_rank(name: str) -> AbstractContextManager[object]:
-    """Return the context in which rank 0 writes signs of life, unless the command's do it."""
-    return nullcontext() if under_torchrun() else signs_of_life(name)
 
 
 class Benchmark(Report[S, R]):

@@ -13,11 +13,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ring_attn.bench.benchmark import Benchmark, Outputs, lines_of_rank
+from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.rows import Row, figure, key, length
 from ring_attn.cli.arguments import progress
 from ring_attn.cli.bench_options import COMM_ITERS, COMM_SIZES
 from ring_attn.cli.calibrate import exchange_call
+from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
 from ring_attn.testing.launch import (
     BACKENDS,
     checked_device,
@@ -87,7 +88,7 @@ class CommBench(Benchmark[CommSetting, CommRow]):
     def run(self) -> None:
         setting = self.setting
         self.check_comparable(planned(setting))
-        progress.by_rank = not under_torchrun()
+        leave_to_ranks()
         ranks = run_ranks(
             measure,
             setting.world_size,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_attn
-from ring_attn.bench.benchmark import Benchmark, Outputs, lines_of_rank
+from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.implementations import reason
 from ring_attn.bench.peers import installed
 from ring_attn.bench.roofs import copy_gbps
@@ -30,6 +30,7 @@ from ring_attn.cli.bench_options import (
     DECODE_ITERS,
     DECODE_SEQLENS,
 )
+from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -157,7 +158,7 @@ class DecodeBench(Benchmark[DecodeSetting, DecodeRow]):
         self.check_comparable(
             [row_of(setting, case, impl) for case in setting.cases() for impl in setting.impls]
         )
-        progress.by_rank = not under_torchrun()
+        leave_to_ranks()
         ranks = run_ranks(
             measure,
             setting.world_size,

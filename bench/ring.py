@@ -21,7 +21,7 @@ from ring_attn import profiling
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.bench import implementations as one_device
-from ring_attn.bench.benchmark import Benchmark, Outputs, lines_of_rank
+from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.implementations import DIRECTIONS, Shape, reason
 from ring_attn.bench.predictions import Plan, cluster_of, plan, strategies_of
 from ring_attn.bench.ring_implementations import Dense, Ours, RingCase, RingImpl, without_compute
@@ -32,6 +32,7 @@ from ring_attn.cli.arguments import progress
 from ring_attn.cli.bench_options import RING_ITERS, SEQLEN
 from ring_attn.cli.bench_options import RING_PEERS as PEER_NAMES
 from ring_attn.cli.masks import MaskChoice
+from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.strategy import Strategy
@@ -216,7 +217,7 @@ class RingBench(Benchmark[RingSetting, RingRow]):
         self.check_comparable(
             [row for case, entries in plans for row in self._planned(case, entries)]
         )
-        progress.by_rank = not under_torchrun()
+        leave_to_ranks()
         ranks = run_ranks(
             measure,
             _world_size(self.setting),

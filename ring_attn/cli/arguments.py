@@ -63,13 +63,44 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def parse_ranks(text: str) -> int:
-    """Parse a number of ranks: "4"."""
-    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or not int(text):
+def count_of(noun: str, least: int = 1) -> Callable[[str], int]:
+    """Return a parser of a number of things, such as ranks or threads: "4", "1k"."""
+
+    def parse(text: str) -> int:
+        try:
+            count = parse_size(text)
+        except argparse.ArgumentTypeError:
+            count = 0
+        if count < least:
+            raise argparse.ArgumentTypeError(
+                f"{shortened(text)} is not a number of {noun}: pass {least} or more, such as "
+                f"{max(least, 2)}"
+            )
+        return count
+
+    return parse
+
+
+parse_ranks = count_of("ranks")
+
+
+def parse_seed(text: str) -> int:
+    """Parse a seed: a number from 0 to 2**63 - 1."""
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()):
         raise argparse.ArgumentTypeError(
-            f"{shortened(text)} is not a number of ranks: pass 1 or more, such as 2"
+            f"{shortened(text)} is not a seed: pass a number from 0, such as 7"
         )
     return int(text)
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a duration in seconds, above 0: "120" or "0.5"."""
+    is_number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text.strip()) is not None
+    if not is_number or not float(text):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)} is not a number of seconds: pass a number above 0, such as 120"
+        )
+    return float(text)
 
 
 def parse_rank_counts(text: str) -> tuple[int, ...]:
@@ -85,15 +116,6 @@ def shortened(text: str) -> str:
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Parse comma-separated sizes: "1k,8k"."""
     return tuple(parse_size(part) for part in text.split(","))
-
-
-def parse_seconds(text: str) -> float:
-    """Parse a number of seconds, from 0: "90" or "0.5"."""
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text.strip()):
-        raise argparse.ArgumentTypeError(
-            f"{shortened(text)} is not a time: pass seconds, such as 90 or 0.5"
-        )
-    return float(text)
 
 
 def parse_percent(text: str) -> float:
@@ -278,15 +300,17 @@ def add_plot(parser: argparse.ArgumentParser, shown: str) -> None:
     )
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every subcommand has."""
+def add_common(parser: argparse.ArgumentParser, *, quick: bool = True) -> None:
+    """Add the options that every subcommand has; `quick` if it has a smaller run."""
     parser.add_argument(
         "--json",
         metavar="PATH",
         type=parse_report,
         help="write all results to this file (default: no file)",
     )
-    parser.add_argument("--quick", action="store_true", help="a smaller run that takes seconds")
+    if quick:
+        help = "a smaller run that takes seconds"
+        parser.add_argument("--quick", action="store_true", help=help)
     parser.add_argument("--quiet", action="store_true", help="print only the summary")
 
 

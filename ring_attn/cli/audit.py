@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from ring_attn.cli.arguments import write_json
+from ring_attn.cli.arguments import progress, write_json
 from ring_attn.cli.env import machine
 from ring_attn.core.names import AUDITED_SIZES
 from ring_attn.testing.audit import audit
@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     default_sizes = AUDITED_SIZES[:1] if args.quick else AUDITED_SIZES
     sizes = args.world_size or default_sizes
     try:
-        report = audit(args.step, sizes, timeout=args.timeout)
+        report = audit(args.step, sizes, timeout=args.timeout, on_stage=begin_stage)
     except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -25,3 +25,8 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, given | asdict(report))
     print(str(report).splitlines()[0] if args.quiet else report)
     return 0 if report.ok else 1
+
+
+def begin_stage(name: str, done: int, total: int) -> None:
+    """Name a stage for lines of progress."""
+    progress.begin(name, done=done, total=total)

@@ -8,6 +8,7 @@ from pathlib import Path
 from ring_attn.cli.arguments import (
     add_common,
     add_plot,
+    count_of,
     format_size,
     names_of,
     parse_dtype,
@@ -145,9 +146,9 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
         help="short for --mask causal, and --no-causal for --mask full (default: see --mask)",
     )
     add_modes(parser)
-    add("--batch", type=parse_size, default=1, help="sequences at a time (default: 1)")
-    add("--heads", type=parse_size, default=8, help="heads of q (default: 8)")
-    add("--kv-heads", type=parse_size, help="heads of k and v (default: as many as --heads)")
+    add("--batch", type=count_of("sequences"), default=1, help="sequences at a time (default: 1)")
+    add("--heads", type=count_of("heads"), default=8, help="heads of q (default: 8)")
+    add("--kv-heads", type=count_of("heads"), help="heads of k and v (default: as many as --heads)")
     add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
     add(
         "--dtype",
@@ -164,7 +165,12 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(RING_PEERS)}, or all; '' for none "
         f"(default: {','.join(DEFAULT_PEERS)})",
     )
-    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add(
+        "--threads",
+        type=count_of("threads"),
+        default=1,
+        help="CPU threads of each rank (default: 1)",
+    )
     add(
         "--device",
         choices=DEVICES,
@@ -176,7 +182,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
         help="for predictions: h100, h200, a100, b200, or a file of ring-attn calibrate (default: "
         "the file RING_ATTN_CLUSTER, or this machine's devices)",
     )
-    add("--iters", type=parse_size, help=f"timed repetitions (default: {RING_ITERS})")
+    add("--iters", type=count_of("repetitions"), help=f"timed repetitions (default: {RING_ITERS})")
     add_report(parser)
 
 
@@ -224,7 +230,7 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--batch",
-        type=parse_size,
+        type=count_of("sequences"),
         help="sequences at a time (default: 16k / length; on a CPU 512 / length)",
     )
     add_masks(parser, "causal,full")
@@ -249,7 +255,11 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
         type=parse_dtype,
         help="dtype of q, k and v (default: bfloat16; on a CPU float32)",
     )
-    add("--iters", type=parse_size, help=f"maximum repetitions of a cell (default: {KERNEL_ITERS})")
+    add(
+        "--iters",
+        type=count_of("repetitions"),
+        help=f"maximum repetitions of a cell (default: {KERNEL_ITERS})",
+    )
     add_budget(parser)
     add("--device", choices=DEVICES, help="where to run (default: cuda if there is a GPU)")
     add_report(parser)
@@ -330,13 +340,20 @@ def bench_decode(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of ranks (default: 1, or as many as torchrun started)",
     )
-    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add(
+        "--threads",
+        type=count_of("threads"),
+        default=1,
+        help="CPU threads of each rank (default: 1)",
+    )
     add(
         "--device",
         choices=DEVICES,
         help="where to run (default: cuda if every rank can have a GPU)",
     )
-    add("--iters", type=parse_size, help=f"timed repetitions (default: {DECODE_ITERS})")
+    add(
+        "--iters", type=count_of("repetitions"), help=f"timed repetitions (default: {DECODE_ITERS})"
+    )
     add_report(parser)
 
 
@@ -375,13 +392,18 @@ def bench_comm(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of ranks (default: 2, or as many as torchrun started)",
     )
-    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add(
+        "--threads",
+        type=count_of("threads"),
+        default=1,
+        help="CPU threads of each rank (default: 1)",
+    )
     add(
         "--device",
         choices=DEVICES,
         help="where to run (default: cuda if every rank can have a GPU)",
     )
-    add("--iters", type=parse_size, help=f"timed repetitions (default: {COMM_ITERS})")
+    add("--iters", type=count_of("repetitions"), help=f"timed repetitions (default: {COMM_ITERS})")
     add_report(parser)
 
 

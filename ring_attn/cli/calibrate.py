@@ -17,8 +17,9 @@ from torch import Tensor
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.backends.rates import Rate
-from ring_attn.cli.arguments import command_line, write_json
+from ring_attn.cli.arguments import command_line, progress, write_json
 from ring_attn.cli.env import machine
+from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
 from ring_attn.core.program import Collective, Hop
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -50,6 +51,7 @@ KINDS = {
 }
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
+OPS = ("shift", *COLLECTIVES)
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def calibrate(args: argparse.Namespace) -> tuple[Cluster, Samples]:
         messages=QUICK_MESSAGES if args.quick else MESSAGES,
         repeats=QUICK_REPEATS if args.quick else REPEATS,
     )
+    leave_to_ranks()
     ranks = run_ranks(measure, world_size, setting, threads=args.threads, device=kind)
     measured = ranks[0]  # the same on every rank
     return _fitted_cluster(measured, world_size, kind), [*measured.tiles, *measured.messages]
@@ -244,13 +247,15 @@ class Measured(NamedTuple):
 def measure(setting: CalibrationSetting) -> Measured:
     """Measure attention, messages, copies, and the slowdown of compute by transfers."""
     bench = _Bench(setting)
-    tiles = [*bench.tiles()]
-    if bench.world_size == 1:
-        return Measured(tiles, [], bench.memory_bandwidth(), slowdown=0.0)
-    with bench.transport.call("calibrate", Agreement({}), bench.device):
-        messages = [*bench.messages()]
-        slowdown = bench.slowdown()
-    return Measured(tiles, messages, bench.memory_bandwidth(), slowdown)
+    with lines_of_rank("ring-attn calibrate"):
+        tiles = [*bench.tiles()]
+        if bench.world_size == 1:
+            return Measured(tiles, [], bench.memory_bandwidth(), slowdown=0.0)
+        with bench.transport.call("calibrate", Agreement({}), bench.device):
+            messages = [*bench.messages()]
+            bench.begin_stage("slowdown", len(setting.rows) + len(OPS))
+            slowdown = bench.slowdown()
+        return Measured(tiles, messages, bench.memory_bandwidth(), slowdown)
 
 
 class _Bench:
@@ -264,6 +269,10 @@ class _Bench:
         self.scores = Scores(1.0 / math.sqrt(self.spec.headdim))
         self.transport: P2PTransport = open_p2p(check_group(None), TransportOptions())
 
+    def begin_stage(self, name: str, number: int) -> None:
+        """Name a stage for lines of progress. Stages count the same, though their times differ."""
+        progress.begin(name, done=number, total=len(self.setting.rows) + len(OPS) + 1)
+
     def seconds(self, fn: Callable[[], object], repeats: int | None = None) -> float:
         """Return the seconds until the last rank is done: the median of calls after a warm-up."""
         num_calls = (repeats or self.setting.repeats) + 1
@@ -274,7 +283,8 @@ class _Bench:
         """Measure squares, causal squares, half-wide rectangles and windows, of all sizes."""
         forward_pair = flops(1, self.spec, backward=False)
         backward_pair = flops(1, self.spec, backward=True)
-        for rows in self.setting.rows:
+        for index, rows in enumerate(self.setting.rows):
+            self.begin_stage(f"attention, {rows} rows", index)
             for kind, cols, lo, hi in (
                 ("full", rows, None, None),
                 ("full", rows // 2, None, None),
@@ -333,7 +343,8 @@ class _Bench:
 
     def messages(self) -> Iterator[MessageSample]:
         """Measure exchanges of every kind and size, on all ranks at once."""
-        for op in ("shift", *COLLECTIVES):
+        for index, op in enumerate(OPS):
+            self.begin_stage(f"messages, {op}", len(self.setting.rows) + index)
             num_peers = 1 if op == "shift" else self.world_size - 1
             for nbytes in self.setting.messages:
                 part = max(nbytes // num_peers // 64 * 64, 64)

@@ -9,9 +9,13 @@ from ring_attn.cli.arguments import (
     add_common,
     add_plot,
     add_switch,
+    count_of,
     names_of,
     parse_dtype,
     parse_heads,
+    parse_ranks,
+    parse_seconds,
+    parse_seed,
     parse_size,
     parse_sizes,
 )
@@ -52,7 +56,7 @@ def env(parser: argparse.ArgumentParser) -> None:
     The output is JSON. null means that a backend can run, that a package is not installed, or that
     a variable is not set. The output has no names of hosts, users or paths, except in variables.
     """
-    add_common(parser)
+    add_common(parser, quick=False)
 
 
 # More than 60 lines, one argument a line.
@@ -69,13 +73,13 @@ def verify(parser: argparse.ArgumentParser) -> None:
         torchrun --nproc-per-node 4 -m ring_attn verify
 
     A sample has every strategy with every layout, mask, backend and dtype; `--seed` draws another
-    sample. The exit status is 1 if a case failed or none passed. Cases that a backend refuses are
-    listed with the reason; they neither fail nor pass.
+    sample. The exit status is 1 if a case failed or none passed. Cases that a strategy or a backend
+    refuses at this number of ranks are left out, except for a few: all ranks must refuse them.
     """
     add = parser.add_argument
     add(
         "--world-size",
-        type=parse_size,
+        type=parse_ranks,
         metavar="N",
         help=f"ranks to start (default: {VERIFIED_WORLD_SIZE}, or as many as torchrun started)",
     )
@@ -107,7 +111,7 @@ def verify(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--seed",
-        type=int,
+        type=parse_seed,
         metavar="N",
         help="seed of the sample (default: random, and printed)",
     )
@@ -118,7 +122,7 @@ def verify(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--threads",
-        type=parse_size,
+        type=count_of("threads"),
         metavar="N",
         help="CPU threads of each rank (default: cores / ranks)",
     )
@@ -140,13 +144,13 @@ def audit(parser: argparse.ArgumentParser) -> None:
     add(
         "--world-size",
         nargs="+",
-        type=parse_size,
+        type=parse_ranks,
         metavar="N",
         help=f"numbers of ranks (default: {sizes}; with --quick 2)",
     )
     add(
         "--timeout",
-        type=float,
+        type=parse_seconds,
         default=120.0,
         metavar="S",
         help="time limit of a run in seconds (default: 120)",
@@ -188,21 +192,21 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--world-size",
-        type=parse_size,
+        type=parse_ranks,
         help="number of ranks (no default: needed, except with --target)",
     )
-    add("--batch", type=parse_size, default=1, help="sequences at a time (default: 1)")
+    add("--batch", type=count_of("sequences"), default=1, help="sequences at a time (default: 1)")
     add(
         "--heads",
         dest="nheads",
-        type=parse_size,
+        type=count_of("heads"),
         metavar="N",
         help=f"heads of q (default: {HEADS})",
     )
     add(
         "--kv-heads",
         dest="nheads_kv",
-        type=parse_size,
+        type=count_of("heads"),
         metavar="N",
         help="heads of k and v (default: as many as --heads)",
     )
@@ -320,7 +324,7 @@ def _add_degrees(parser: argparse.ArgumentParser) -> None:
         ("fsdp", "ranks that share weights and optimizer (default: all that --tp and --pp leave)"),
         ("microbatches", "batches of a step (default: as many as stages)"),
     ):
-        parser.add_argument(f"--{name}", type=parse_size, metavar="N", help=text)
+        parser.add_argument(f"--{name}", type=count_of("ranks"), metavar="N", help=text)
 
 
 def _add_candidates(parser: argparse.ArgumentParser) -> None:
@@ -370,7 +374,7 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         help="h100, h200, a100, b200, or a file of ring-attn calibrate (default: the file "
         "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)",
     )
-    add("--node-size", type=parse_size, help="devices of a node (default: 8)")
+    add("--node-size", type=count_of("devices"), help="devices of a node (default: 8)")
     add(
         "--exact",
         action="store_true",
@@ -406,12 +410,17 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     the times of messages.
     """
     add = parser.add_argument
-    add("--world-size", type=parse_size, default=2, help="number of ranks (default: 2)")
-    add("--heads", type=parse_size, default=8, help="heads of q, k and v (default: 8)")
+    add("--world-size", type=parse_ranks, default=2, help="number of ranks (default: 2)")
+    add("--heads", type=count_of("heads"), default=8, help="heads of q, k and v (default: 8)")
     add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (default: 64)")
     add("--dtype", type=parse_dtype, default="float32", help="of q, k and v (default: float32)")
     add("--backend", default="auto", help="as for ring_attention (default: auto)")
-    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (default: 1)")
+    add(
+        "--threads",
+        type=count_of("threads"),
+        default=1,
+        help="CPU threads of each rank (default: 1)",
+    )
     add("--device", choices=DEVICES, help="where to run (default: cuda if there are enough GPUs)")
     add_common(parser)
 
@@ -468,7 +477,7 @@ def add_device_arguments(parser: argparse.ArgumentParser, heads: str = "32/8") -
     )
     add(
         "--budget",
-        type=float,
+        type=parse_seconds,
         metavar="SECONDS",
         help="start no measurement after this time (default: no limit)",
     )

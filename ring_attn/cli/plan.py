@@ -24,6 +24,7 @@ from ring_attn.cli.arguments import (
     write_json,
 )
 from ring_attn.cli.options import HEADDIM, HEADS
+from ring_attn.core.strategy import NAMES
 from ring_attn.machines.check import check
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.draw import draw
@@ -64,8 +65,16 @@ def run(args: argparse.Namespace) -> int:
             for value in runpy.run_path(str(args.load)).values():
                 if isinstance(value, StrategyCode):
                     stack.enter_context(registered(value))
+        _check_strategies(args.strategies)
         plan_model.check_options(args)
         return run_plan(args) if args.model is None else run_model(args)
+
+
+def _check_strategies(names: Sequence[str] | None) -> None:
+    """Refuse unknown names of --strategy, once the strategies of --load are registered."""
+    for name in names or ():
+        if name not in NAMES:
+            raise ValueError(f"--strategy must be some of {', '.join(NAMES)}, got {name!r}")
 
 
 def run_model(args: argparse.Namespace) -> int:

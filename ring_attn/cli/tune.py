@@ -21,7 +21,7 @@ from ring_attn.bench.judge import OracleJudge
 from ring_attn.bench.kernel import parse_device
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import TimedCall, Watch, free_memory, time_in_turn
-from ring_attn.cli.arguments import show
+from ring_attn.cli.arguments import progress, show
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon, takes_one_pass
@@ -138,6 +138,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
         """Search kinds while time is left; later kinds get the time that earlier ones leave."""
         kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
+            progress.begin(f"configs of {kind}", done=index, total=len(kinds))
             seconds_left = self.left()
             if seconds_left > 0.0:
                 num_left = len(kinds) - index

@@ -15,9 +15,14 @@ from typing import NotRequired, TypedDict
 import torch.distributed as dist
 
 from ring_attn.api import select_backend
-from ring_attn.cli.arguments import write_json
+from ring_attn.cli.arguments import progress, write_json
 from ring_attn.cli.env import Machine, machine
 from ring_attn.cli.options import VERIFIED_WORLD_SIZE
+from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
+from ring_attn.core.dtypes import BY_NAME
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import resolve_strategy
+from ring_attn.strategies.registry import make_call
 from ring_attn.testing import (
     LAYOUTS,
     STRATEGIES,
@@ -30,7 +35,13 @@ from ring_attn.testing import (
     usable_backends,
 )
 from ring_attn.testing.cases import backend_reasons, sample
-from ring_attn.testing.launch import checked_device, rank_device, run_ranks, under_torchrun
+from ring_attn.testing.launch import (
+    check_memory,
+    checked_device,
+    rank_device,
+    run_ranks,
+    under_torchrun,
+)
 from ring_attn.values.checks import check_one_of
 from ring_attn.values.outside import env_int
 
@@ -80,7 +91,10 @@ class Sampled(TypedDict):
 
 
 class Report(TypedDict):
-    """The JSON of `--json`. `seed` and `all` are there if a sample ran."""
+    """The JSON of `--json`. `seed` and `all` are there if a sample ran.
+
+    `refusals` has the number of cases in the table that cannot run, by the reason.
+    """
 
     command: str
     machine: Machine
@@ -89,6 +103,7 @@ class Report(TypedDict):
     seconds: float
     summary: dict[str, int]
     cases: list[dict[str, object]]
+    refusals: NotRequired[dict[str, int]]
     seed: NotRequired[int]
     all: NotRequired[Sampled]
 
@@ -112,10 +127,13 @@ def run_case(case: Case) -> CaseResult:
 def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
     """Run one case after another on all ranks; stop once the ranks are out of step."""
     results: list[CaseResult] = []
-    for case in wanted:
-        results.append(run_case(case))
-        if not results[-1].in_step:
-            break
+    with lines_of_rank("ring-attn verify"):
+        for number, case in enumerate(wanted):
+            stage = f"case {number + 1} of {len(wanted)}, {case.strategy}"
+            progress.begin(stage, done=number, total=len(wanted))
+            results.append(run_case(case))
+            if not results[-1].in_step:
+                break
     reason = "not run: the ranks were out of step after the case before"
     not_run = wanted[len(results) :]
     return results + [CaseResult(case, error=reason) for case in not_run]
@@ -141,19 +159,76 @@ def run(args: argparse.Namespace) -> int:
         layouts=args.layout or LAYOUTS,
         strategies=STRATEGIES if "all" in args.strategy else args.strategy,
     )
+    if not under_torchrun():
+        check_memory(world_size)
+    every, refusals = _without_refused(every, world_size, device)
     wanted = every if args.all else sample(every, QUICK if args.quick else SAMPLE, seed)
+    one_of_reason = [of_reason[0] for of_reason in refusals.values()]
+    # All ranks must refuse a case; a few are enough to show it. If none can run, all reasons show.
+    wanted += one_of_reason[: len(wanted) // 20] if wanted else one_of_reason
     started = time.perf_counter()
+    leave_to_ranks()
     results = run_ranks(run_cases, world_size, wanted, threads=args.threads, device=device)[0]
     report = _report(results, world_size, device, time.perf_counter() - started)
+    report["refusals"] = {reason: len(of_reason) for reason, of_reason in refusals.items()}
     if not args.all:
         seconds = report["seconds"] * len(every) / len(wanted)
         report["seed"] = seed
         report["all"] = {"cases": len(every), "s": seconds}
     write_json(args.json, report)
     _show(results, report, quiet=args.quiet)
+    if not args.quiet:
+        for reason, count in report["refusals"].items():
+            print(f"left out: {_counted(count)} of the table: {reason}")
     if not args.backend and not args.quiet:
         _show_untried(backends)
     return 1 if report["summary"]["failed"] or not report["summary"]["passed"] else 0
+
+
+def _without_refused(
+    every: Sequence[Case], world_size: int, device: str
+) -> tuple[list[Case], dict[str, list[Case]]]:
+    """Return the cases that this number of ranks can run, and the others by the reason."""
+    accepted: list[Case] = []
+    refused: dict[str, list[Case]] = {}
+    for case in every:
+        reason = _why_refused(case, world_size, device)
+        if reason is None:
+            accepted.append(case)
+        else:
+            refused.setdefault(_general(reason), []).append(case)
+    return accepted, refused
+
+
+def _why_refused(case: Case, world_size: int, device: str) -> str | None:
+    """Return why the strategy or the backend cannot run a case; None if both can."""
+    heads, sinks = case.build_heads(), bool(case.sinks)
+    batch = case.batch or (1 if case.packed else 2)
+    try:
+        strategy = case.build_strategy(world_size)
+        # "auto" chooses among strategies that can run; then only the backend may refuse the case.
+        strategy = "all_gather" if strategy == "auto" else strategy
+        make_call(
+            resolve_strategy(strategy, world_size),
+            AttentionSpec(device, BY_NAME[case.dtype], batch, *heads, case.softcap, sinks),
+            case.build_layouts(world_size),
+            case.build_mask(),
+            rank=0,
+            backend=case.backend,
+            same_bits=case.same_bits,
+        )
+    except (NotImplementedError, ImportError) as error:
+        return str(error)
+    return None
+
+
+def _counted(count: int) -> str:
+    return f"{count} case" if count == 1 else f"{count} cases"
+
+
+def _general(reason: str) -> str:
+    """Return the reason of a refusal without the values, which differ from case to case."""
+    return re.sub(r", got [^;]*;", ";", reason)
 
 
 def _attempt(case: Case) -> _Attempt:
@@ -221,12 +296,10 @@ def _lines(results: Sequence[CaseResult]) -> Iterator[str]:
     refused: dict[str, list[Case]] = {}
     for result in results:
         if result.refused is not None:
-            # The given values differ from case to case.
-            reason = re.sub(r", got [^;]*;", ";", result.refused)
-            refused.setdefault(reason, []).append(result.case)
+            refused.setdefault(_general(result.refused), []).append(result.case)
     for reason, found in refused.items():
         names = ", ".join(sorted({f"{case.strategy} {case.backend}" for case in found}))
-        yield f"refused: {len(found)} cases of {names}: {reason}"
+        yield f"refused: {_counted(len(found))} of {names}: {reason}"
 
 
 def _summary(results: Sequence[CaseResult], report: Report) -> str:

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ def audit(
     world_size: int | Sequence[int] = AUDITED_SIZES,
     *,
     timeout: float = 120.0,
+    on_stage: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Compare a training step on ranks with the same step in one process, and explain differences.
 
@@ -70,6 +71,8 @@ def audit(
             returns its model, or (model, loss), or (model, loss, evaluation loss).
         world_size: one or several numbers of ranks.
         timeout: seconds that one run of the step may take.
+        on_stage: a function that is called before each stage, with its name, the number of stages
+            before it, and the number of all stages.
 
     Returns:
         The report: `ok`, and a diagnosis for each world size; `print` shows it.
@@ -102,11 +105,16 @@ def audit(
         )
         return [list(outcomes) for outcomes in zip(*outcomes_by_rank, strict=True)]
 
-    return judge(sizes, runs)
+    return judge(sizes, runs, on_stage)
 
 
-def judge(sizes: Sequence[int], runs: Runs) -> Report:
-    """Return the report on a step, whose runs `runs` returns."""
+def judge(
+    sizes: Sequence[int], runs: Runs, on_stage: Callable[[str, int, int], None] | None = None
+) -> Report:
+    """Return the report on a step, whose runs `runs` returns; see `audit`."""
+    num_stages = 1 + len(sizes)
+    if on_stage is not None:
+        on_stage("one process", 0, num_stages)
     noises: list[Mapping[int, Change]] = [{0: {("noise",): seed}} for seed in range(NUM_NOISY)]
     twin, again, *noisy = (outcome for (outcome,) in runs([{}, {}, *noises], 1))
     bounds: dict[str, float] = {}
@@ -124,7 +132,9 @@ def judge(sizes: Sequence[int], runs: Runs) -> Report:
             "are drawn without a seed, or depend on the time; set a seed in the step"
         )
     diagnoses = []
-    for size in sizes:
+    for number, size in enumerate(sizes, 1):
+        if on_stage is not None:
+            on_stage(f"{size} ranks", number, num_stages)
         (ranks,) = runs([{}], size)
         diagnoses.append(diagnose(bounds, twin, ranks, runs))
     return Report(tuple(diagnoses))
@@ -133,8 +143,13 @@ def judge(sizes: Sequence[int], runs: Runs) -> Report:
 def in_file(step: str) -> Step:
     """Return the step that "file.py:function" names; each rank imports it when it is called."""
     path, _, name = step.rpartition(":")
-    if not (path.endswith(".py") and name.isidentifier() and Path(path).is_file()):
-        raise ValueError(f"step must be a function or 'file.py:function' of a file, got {step!r}")
+    if not (path.endswith(".py") and name.isidentifier()):
+        raise ValueError(
+            "step must be a function, or a file and a function of it such as 'train.py:step', got "
+            f"{step!r}"
+        )
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path!r}, of which {name!r} should be audited")
     return partial(_call, Path(path).resolve(), name)
 
 

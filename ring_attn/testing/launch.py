@@ -91,6 +91,15 @@ def run_ranks(
                 f"{nproc}: pass that number, or start another number of ranks"
             )
         return _run_in_place(fn, args, threads, device)
+    check_memory(nproc)
+    if threads is None:
+        threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
+    work = pickle.dumps((fn, args, threads, device))
+    return _launch(work, nproc, threads, timeout)
+
+
+def check_memory(nproc: int) -> None:
+    """Refuse more ranks than this machine has memory for."""
     needed = nproc * RANK_BYTES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
@@ -98,10 +107,6 @@ def run_ranks(
             f"{nproc} ranks need at least {needed / 2**30:.4g} GiB, this machine has "
             f"{memory / 2**30:.4g} GiB; use fewer ranks"
         )
-    if threads is None:
-        threads = env_int("OMP_NUM_THREADS", 0) or max(1, num_cores() // nproc)
-    work = pickle.dumps((fn, args, threads, device))
-    return _launch(work, nproc, threads, timeout)
 
 
 # Upper limit of the threads of a rank: no machine has as many cores.

@@ -23,6 +23,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.integrations import flash_attn
 from ring_attn.integrations import ring_flash_attn as names
+from ring_attn.integrations.ring_flash_attn import utils
 from ring_attn.testing import (
     Case,
     Heads,
@@ -30,6 +31,7 @@ from ring_attn.testing import (
     Sent,
     check,
     expected,
+    plain_attention,
     poisoned_empty,
     put_together,
 )
@@ -201,7 +203,7 @@ def llama3_tensors() -> list[Tensor]:
 
 @on_ranks(2)
 def test_llama3_exchanges_nothing_but_the_call() -> None:
-    """Ranks may reuse their arguments, or make equal ones; recomputed layers, too."""
+    """Ranks may reuse their arguments, copy them, or make equal ones; recomputed layers, too."""
     rank = dist.get_rank()
     tensors, arguments = llama3_tensors(), own_arguments(LLAMA3, rank)
 
@@ -213,7 +215,8 @@ def test_llama3_exchanges_nothing_but_the_call() -> None:
         out = checkpoint(layer, *tensors, use_reentrant=False)
         again = torch.autograd.grad(out.sum(), tensors)
         kept = torch.autograd.grad(layer(*tensors).sum(), tensors)
-        others = [arguments, own_arguments(LLAMA3, rank)]
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        others = [arguments, own_arguments(LLAMA3, rank), copies]
         for mine in (others, [arguments, *others]):
             equal = layer(*tensors, given=mine[rank])
             assert torch.equal(equal, out)
@@ -226,15 +229,102 @@ def test_llama3_arguments_that_do_not_fit() -> None:
     rank = dist.get_rank()
     cu = torch.tensor(LLAMA3.documents())
     *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, 2)
-    moved, copy = slice(keys.start + 1, keys.stop + 1), [local[0].clone(), *local[1:]]
-    for given in ((*local, 1, moved), (*copy, 1, keys)):
-        with refused(ValueError, "llama3_flash_attn_prepare_cu_seqlens|are not its results"):
-            LLAMA3.function(*llama3_tensors(), *given, causal=True)
+    moved = slice(keys.start + 1, keys.stop + 1)
+    with refused(ValueError, "llama3_flash_attn_prepare_cu_seqlens|are not its results"):
+        LLAMA3.function(*llama3_tensors(), *local, 1, moved, causal=True)
     cu[3] = 29 if rank == 1 else cu[3]
     *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, 2)
     group = dist.new_group()
     with refused(RuntimeError, "cu_seqlens: global rank"):
         LLAMA3.function(*llama3_tensors(), *local, 1, keys, causal=True, group=group)
+
+
+def test_copies_of_llama3_arguments_that_fit_several_sequences() -> None:
+    """Causal, rank 0 of 2 has the same arguments whatever documents are on rank 1."""
+    first, second = (torch.tensor([0, 5, 8, end, 16]) for end in (10, 12))
+    *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(first, True, 0, 2)
+    given = names.Local(
+        cu_seqlens_q=(0, 5, 8), cu_seqlens_k=(0, 5, 8), keys=(0, 8),
+        causal=True, rank=0, world_size=2,
+    )  # fmt: skip
+    copy = local[0].clone()
+    assert keys == slice(0, 8) and names._all_documents(given, copy).tolist() == first.tolist()
+    names.llama3_flash_attn_prepare_cu_seqlens(second, True, 0, 2)
+    with refused(ValueError, "values that fit several sequences|pass the tensors"):
+        names._all_documents(given, copy)
+    assert names._all_documents(given, local[0]).tolist() == first.tolist()
+
+
+@on_ranks(3)
+def test_the_building_blocks_of_a_custom_ring() -> None:
+    """The classes of `utils` pass tensors between neighbours, and gather from all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ring = utils.RingComm(None)
+    k = torch.full((2, 3), float(rank))
+    next_k, next_v = ring.send_recv_kv(k, -k)
+    ring.wait()
+    before = (rank - 1) % world_size
+    assert torch.equal(next_k, torch.full((2, 3), float(before))) and torch.equal(next_v, -next_k)
+    assert (ring.send_rank, ring.recv_rank) == ((rank + 1) % world_size, before)
+    with refused(RuntimeError, "wait must follow a commit"):
+        ring.wait()
+    ring.commit()
+    with refused(RuntimeError, "commit must follow a wait"):
+        ring.commit()
+
+    gathering = utils.AllGatherComm()
+    outs = [torch.empty(world_size * 2, 3) for _ in range(2)]
+    for out, x in zip(outs, (k, k + 10), strict=True):
+        gathering.all_gather(out, x)
+    gathering.wait()
+    expected = torch.arange(3.0).repeat_interleave(2)[:, None].expand(6, 3)
+    assert torch.equal(outs[0], expected) and torch.equal(outs[1], expected + 10)
+
+
+@on_ranks(3)
+def test_a_custom_ring_is_exact() -> None:
+    """A ring of `RingComm` and `update_out_and_lse` computes attention over all ranks' keys."""
+    case = Case("full", "contiguous", "ring", heads=Heads(2, 2, 8, 8), seqlen=27)
+    q, k, v = shards_of(case, 3)[:3]
+    ring, out, lse = utils.RingComm(None), None, None
+    for step in range(ring.world_size):
+        if step + 1 < ring.world_size:
+            next_k, next_v = ring.send_recv_kv(k, v)
+        block_out, block_lse = plain_attention(q, k, v, Mask(9, 9))
+        out, lse = utils.update_out_and_lse(out, lse, block_out, block_lse)
+        if step + 1 < ring.world_size:
+            ring.wait()
+            k, v = next_k, next_v
+    oracle, plain = expected(case)
+    rows = case.build_layouts(3)[0].position_ids(dist.get_rank())
+    assert out is not None
+    verdict = check(
+        "out", out, oracle.out[:, rows], plain.out[:, rows], oracle.terms["out"][:, rows]
+    )
+    assert verdict.ok, str(verdict)
+
+
+def test_merging_leaves_rows_that_see_nothing_at_zero() -> None:
+    nothing = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -torch.inf)
+    out, lse = utils.update_out_and_lse(None, None, *nothing)
+    out, lse = utils.update_out_and_lse(out, lse, *nothing)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    # A block of some rows changes these rows only.
+    block = torch.ones(1, 2, 2, 4), torch.zeros(1, 2, 2)
+    out, lse = utils.update_out_and_lse(out, lse, *block, slice_=(slice(None), slice(1, None)))
+    assert out[:, 0].eq(0).all() and out[:, 1:].eq(1).all() and lse[:, 1:].eq(0).all()
+    with refused(RuntimeError, "the first block must be for all rows"):
+        utils.update_out_and_lse(None, None, *block, slice_=(slice(None), slice(1, None)))
+
+
+def test_lse_of_packed_documents_and_of_padded_ones() -> None:
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = torch.arange(10.0).view(2, 5)  # (nheads, rows)
+    padded = utils.unflatten_varlen_lse(packed.t().unsqueeze(-1), cu_seqlens, 3)
+    assert padded.shape == (2, 2, 3) and padded[0, :, 2].eq(0).all()
+    assert torch.equal(utils.flatten_varlen_lse(padded, cu_seqlens), packed)
+    with refused(ValueError, "max_seqlen must be at least 3"):
+        utils.unflatten_varlen_lse(packed.t().unsqueeze(-1), cu_seqlens, 2)
 
 
 @on_ranks(4)

@@ -1,14 +1,18 @@
 """The command line: its output, its exit codes, and the parsing that subcommands share."""
 
 import argparse
+import inspect
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +24,8 @@ import torch.distributed as dist
 import ring_attn
 from dev.__main__ import COMMANDS as dev_commands
 from ring_attn import testing
-from ring_attn.cli import env, verify
+from ring_attn.bench import benchmark
+from ring_attn.cli import env, plan_model, verify
 from ring_attn.cli import main as cli
 from ring_attn.cli.arguments import (
     command_line,
@@ -30,9 +35,13 @@ from ring_attn.cli.arguments import (
     write_json,
 )
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS
+from ring_attn.testing.cases import sample
 from ring_attn.testing.launch import map_in_processes, run_ranks
 
 ROOT = Path(__file__).parents[2]
+
+# Modules that read options of several commands.
+SHARED = (benchmark, plan_model)
 
 
 def test_sizes_and_dtypes() -> None:
@@ -140,65 +149,114 @@ def test_every_option_says_what_it_is_and_its_default(
 
 PLAN = ["--seqlen", "1M", "--world-size", "8"]
 
+# Words of a command, and a part of the error.
+MISTAKES: list[tuple[list[str], str]] = [
+    ([], "needs a command: one of doctor, env"),
+    (["doctor", "--world-size", "2"], "unrecognized arguments: --world-size 2"),
+    (["env", "--nope"], "unrecognized arguments: --nope"),
+    (["env", "--quick"], "unrecognized arguments: --quick"),
+    (["verify", "--world-size", "0"], "'0' is not a number of ranks: pass 1 or more, such as"),
+    (["verify", "--threads", "-1"], "'-1' is not a number of threads: pass 1 or more"),
+    (["verify", "--seed", "x"], "'x' is not a seed: pass a number from 0"),
+    (["verify", "--strategy", "spiral"], "invalid choice: 'spiral' (choose from"),
+    (["audit"], "the following arguments are required: FILE:FUNCTION"),
+    (["audit", "nope.py:step"], "there is no file 'nope.py', of which 'step'"),
+    (["audit", "README.md"], "such as 'train.py:step', got 'README.md'"),
+    (["audit", "a.py:f", "--world-size", "0"], "'0' is not a number of ranks"),
+    (["audit", "a.py:f", "--timeout", "0"], "'0' is not a number of seconds"),
+    (["plan", "--seqlen", "1k"], "--world-size"),
+    (["plan", "--seqlen", "1k", "--world-size", "0"], "'0' is not a number of ranks"),
+    (["plan", *PLAN, "--seqlen", "1.3k"], "'1.3k' is not a size: pass a positive whole number"),
+    (["plan", *PLAN, "--heads", "0"], "'0' is not a number of heads"),
+    (["plan", *PLAN, "--strategy", "spiral"], "--strategy must be some of ring, all_gather"),
+    (["plan", *PLAN, "--window", "3"], "'3' is not a window: pass LEFT,RIGHT such as 4k,0"),
+    (["calibrate", "--world-size", "0"], "'0' is not a number of ranks"),
+    (["calibrate", "--backend", "magic"], "backend must be 'auto' or one of ['triton'"),
+    (["calibrate", "--dtype", "int8"], "'int8' is not a dtype: pass one of"),
+    (["verify", "--backend", "magic"], "--backend must be one of"),
+    (["verify", "--all", "--seed", "1"], "--all runs every case"),
+    (["verify", "--world-size", "100000"], "100000 ranks need at least 1.465e+04 GiB"),
+    (["verify", "--world-size", "2", "--threads", "1G"], "threads must be at least 1 and at m"),
+    (["env", "--json", "/"], "argument --json: '/' is not a file"),
+    (["verify", "--device=--"], "argument --device: '--' is not a value"),
+    (["plan", *PLAN, "--world-size", "4097"], "--world-size must be at most 4k"),
+    (["plan", *PLAN, "--load", "nope.py"], "--load: there is no file 'nope.py'"),
+    (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, l40s, h100-pcie, h100"),
+    (["plan", *PLAN, "--seqlen", "3G"], "--seqlen must be at most 2G"),
+    (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim must be at most 64M"),
+    (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "pass --layout zigzag"),
+    (["bench", "rings"], "invalid choice: 'rings' (choose from"),
+    (["bench", "--seqlen", "1k"], "unrecognized arguments: --seqlen"),
+    (["bench", "ring", "--baseline", "sparse"], "--peer/--baseline: must be some of dense"),
+    (["bench", "ring", "--world-size", "0"], "'0' is not a number of ranks: pass 1 or more"),
+    (["bench", "ring", "--world-size", "2,x"], "'x' is not a number of ranks"),
+    (["bench", "ring", "--strategy", "spiral"], "--strategy: must be some of ring, all_gather"),
+    (["bench", "ring", "--mode", ""], "--mode: must be some of fwd, bwd, fwd_bwd, got ''"),
+    (["bench", "ring", "--mask", "window"], "'window' is not a mask: pass causal, full, win"),
+    (["bench", "ring", "--mask", "docs:nope"], "docs:nope cannot be read (No such file"),
+    (["bench", "ring", "--mask", "full", "--causal"], "--causal and --mask exclude each other"),
+    (["bench", "ring", "--heads", "4", "--kv-heads", "3"], "must be a multiple of --kv-heads"),
+    (["bench", "ring", "--cluster", "h999"], "--cluster must be one of a100"),
+    (["bench", "ring", "--compare", "nope.json"], "--compare: nope.json cannot be read"),
+    (["bench", "ring", "--threshold", "5"], "--threshold needs --compare OLD.json"),
+    (["bench", "ring", "--threshold", "-5"], "'-5' is not a percentage: pass a number above 0"),
+    (["bench", "ring", "--device", "cuda"], "need as many GPUs, this machine has 0"),
+    (["bench", "kernel", "--impl", "fa9"], "--impl: must be some of ours, cudnn"),
+    (["bench", "kernel", "--mask", "chunked:0"], "'0' is not a size"),
+    (["bench", "decode", "--mla", "--heads", "8"], "--mla sets heads and head dims"),
+    (["bench", "decode", "--seqlen", "8", "--queries", "9"], "--queries must be at most"),
+    (["bench", "comm", "--world-size", "1"], "--world-size must be at least 2, because one"),
+    (["bench", "comm", "--size", "many"], "'many' is not a size"),
+    (["tune"], "has no GPU that torch can use"),
+    (["tune", "--budget", "one"], "'one' is not a number of seconds: pass a number above 0"),
+    (["tune", "--kernels", "spiral"], "must be some of fwd, dkdv, dq, got 'spiral'"),
+    (["tune", "--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),
+]
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([], "needs a command: one of doctor, env"),
-        (["env", "--nope"], "unrecognized arguments: --nope"),
-        (["verify", "--backend", "magic"], "--backend must be one of"),
-        (["verify", "--all", "--seed", "1"], "--all runs every case"),
-        (["verify", "--world-size", "100000"], "100000 ranks need at least 1.465e+04 GiB"),
-        (["verify", "--world-size", "2", "--threads", "1G"], "threads must be at least 1 and at m"),
-        (["env", "--json", "/"], "argument --json: '/' is not a file"),
-        (["verify", "--device=--"], "argument --device: '--' is not a value"),
-        (["plan", *PLAN, "--world-size", "4097"], "--world-size must be at most 4k"),
-        (["plan", *PLAN, "--load", "nope.py"], "--load: there is no file 'nope.py'"),
-        (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, l40s, h100-pcie, h100"),
-        (["plan", *PLAN, "--seqlen", "3G"], "--seqlen must be at most 2G"),
-        (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim must be at most 64M"),
-        (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "pass --layout zigzag"),
-        (["bench", "rings"], "invalid choice: 'rings' (choose from"),
-        (["bench", "--seqlen", "1k"], "unrecognized arguments: --seqlen"),
-        (["bench", "ring", "--baseline", "sparse"], "--peer/--baseline: must be some of dense"),
-        (["bench", "ring", "--world-size", "0"], "'0' is not a number of ranks: pass 1 or more"),
-        (["bench", "ring", "--world-size", "2,x"], "'x' is not a number of ranks"),
-        (["bench", "ring", "--strategy", "spiral"], "--strategy: must be some of ring, all_gather"),
-        (["bench", "ring", "--mode", ""], "--mode: must be some of fwd, bwd, fwd_bwd, got ''"),
-        (["bench", "ring", "--mask", "window"], "'window' is not a mask: pass causal, full, win"),
-        (["bench", "ring", "--mask", "docs:nope"], "docs:nope cannot be read (No such file"),
-        (["bench", "ring", "--mask", "full", "--causal"], "--causal and --mask exclude each other"),
-        (["bench", "ring", "--heads", "4", "--kv-heads", "3"], "must be a multiple of --kv-heads"),
-        (["bench", "ring", "--cluster", "h999"], "--cluster must be one of a100"),
-        (["bench", "ring", "--compare", "nope.json"], "--compare: nope.json cannot be read"),
-        (["bench", "ring", "--threshold", "5"], "--threshold needs --compare OLD.json"),
-        (["bench", "ring", "--threshold", "-5"], "'-5' is not a percentage: pass a number above 0"),
-        (["bench", "ring", "--device", "cuda"], "need as many GPUs, this machine has 0"),
-        (["bench", "kernel", "--impl", "fa9"], "--impl: must be some of ours, cudnn"),
-        (["bench", "kernel", "--mask", "chunked:0"], "'0' is not a size"),
-        (["bench", "decode", "--mla", "--heads", "8"], "--mla sets heads and head dims"),
-        (["bench", "decode", "--seqlen", "8", "--queries", "9"], "--queries must be at most"),
-        (["bench", "comm", "--world-size", "1"], "--world-size must be at least 2, because one"),
-        (["bench", "comm", "--size", "many"], "'many' is not a size"),
-        (["tune"], "has no GPU that torch can use"),
-        (["tune", "--budget", "one"], "argument --budget: invalid float value"),
-        (["tune", "--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),
-    ],
-)
+
+@pytest.mark.parametrize(("words", "text"), MISTAKES, ids=lambda value: str(value)[:60])
 def test_a_mistake_is_one_line_and_status_2(
     words: list[str],
     text: str,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Nothing is printed as a result, and no file is written."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "report.json"
+    if words and "--json" not in words:
+        words = [*words, "--json", str(path)]
     try:
         status: object = cli.main(words)
     except SystemExit as stop:
         status = stop.code
-    said = capsys.readouterr().err
+    output = capsys.readouterr()
     assert status == 2
-    assert text in said and said.count("\n") == 1, said
+    assert text in output.err and output.err.count("\n") == 1, output.err
+    assert not output.out and not path.exists()
+
+
+def test_mistakes_of_every_command_are_tried() -> None:
+    tried = {" ".join(words[:size]) for words, _ in MISTAKES for size in (1, 2)}
+    assert {command.name for command in cli.COMMANDS} <= tried
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_no_option_is_ignored(command: cli.Command) -> None:
+    """The name of each option is an attribute that the command reads, or a parameter it fills."""
+    parser = command.parser(cli.PROG)
+    sources = [inspect.getsource(import_module(command.module)), *map(inspect.getsource, SHARED)]
+    read = {name for source in sources for name in re.findall(r"\bargs\.(\w+)", source)}
+    for setting in re.findall(r"\bfields\((\w+)\)", sources[0]):
+        # Options with the names of a setting's fields are read with getattr.
+        read |= {field.name for field in fields(getattr(import_module(command.module), setting))}
+    for source in sources[:1]:
+        for function in re.findall(r"with_options\(\s*(\w+)", source):
+            parameters = inspect.signature(getattr(import_module(command.module), function))
+            read |= {*parameters.parameters}
+    offered = {action.dest for action in parser._actions} - {"help"}
+    assert offered <= read, offered - read
 
 
 def test_a_failure_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,17 +288,31 @@ def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words += ["--strategy", "all_gather", "hybrid", "--backend", "reference", "--seed", "3"]
     assert cli.main(["verify", *words]) == 0
     report = json.loads(path.read_text())
-    # Two ranks have no divisor besides 1 and 2.
+    # Two ranks have no divisor besides 1 and 2. One case shows that all ranks refuse a hybrid.
     refused = sum(case["strategy"] == "hybrid" for case in report["cases"])
     passed = len(report["cases"]) - refused
     assert report["summary"] == {"passed": passed, "failed": 0, "refused": refused}
-    assert refused and passed and report["seed"] == 3
+    assert refused == 1 and passed == 40 and report["seed"] == 3
+    ((reason, count),) = report["refusals"].items()
+    assert "needs ranks in two factors" in reason and count > 40
     for case in report["cases"]:
         assert (case["status"] == "refused") == (case["strategy"] == "hybrid")
         if case["strategy"] == "all_gather":
             assert set(case["results"]) == set(RESULTS_WITH_SINKS if case["sinks"] else RESULTS)
     said = capsys.readouterr().out
-    assert "0 failed" in said and "--seed 3" in said and "cases of hybrid reference: " in said
+    assert "0 failed" in said and "--seed 3" in said and "1 case of hybrid reference: " in said
+    assert f"left out: {count} cases of the table: a hybrid needs ranks" in said
+
+
+def test_the_sample_of_two_ranks_has_no_case_that_is_refused() -> None:
+    """Every strategy, layout and mask that two ranks can run stays in the sample."""
+    table = testing.cases(backends=["aten", "reference"])
+    every, refusals = verify._without_refused(table, 2, "cpu")
+    wanted = sample(every, verify.SAMPLE, seed=0)
+    assert sum(map(len, refusals.values())) + len(every) == len(table)
+    strategies = {*testing.STRATEGIES} - {"hybrid", "double_ring", "hybrid all_gather"}
+    assert {case.strategy for case in wanted} == strategies
+    assert {case.layout for case in wanted} == {*testing.LAYOUTS}
 
 
 @pytest.mark.dist
@@ -249,7 +321,7 @@ def test_verify_of_a_backend_that_cannot_run_is_no_success(
 ) -> None:
     words = ["verify", "--world-size", "1", "--quick", "--device", "cpu", "--strategy", "ring"]
     assert cli.main([*words, "--backend", "flash_attn"]) == 1
-    assert "cases of ring flash_attn: " in capsys.readouterr().out
+    assert "case of ring flash_attn: " in capsys.readouterr().out
     assert cli.main(words) == 0
     assert "not tried: flash_attn: " in capsys.readouterr().out
 

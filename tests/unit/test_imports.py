@@ -51,7 +51,7 @@ ROWS = [
     "integrations testing.launch cli.arguments",
     "testing cli.masks",
     "planning.model",
-    "cli.env cli.options cli.bench_options",
+    "cli.env cli.options cli.bench_options cli.progress",
     "cli.verify cli.calibrate",
     "cli.doctor",
     "bench",

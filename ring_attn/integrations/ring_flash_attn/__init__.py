@@ -16,7 +16,7 @@ P holds these rows:
 `llama3_flash_attn_prepare_cu_seqlens` makes the arguments of the last one.
 
 `substitute_hf_flash_attn` and `update_ring_flash_attn_params` run transformers' models: see
-`adapters`.
+`adapters`. `utils` has the building blocks for a custom ring.
 
 Differences: `window_size` counts global positions, not positions within a shard. Gradients have the
 dtypes of their inputs. Every dtype, headdim and backend of `ring_attention` works, CPUs included.
@@ -29,6 +29,7 @@ break the graph, because their plans depend on the values of `cu_seqlens`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -140,7 +141,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         rank=rank,
         world_size=world_size,
     )
-    _prepared[local_q] = prepared, boundaries
+    _remember(local_q, prepared, boundaries)
     return local_q, local_k, _longest(cu_q), _longest(cu_k), keys
 
 
@@ -252,10 +253,27 @@ def _gathered(
     }
 
 
-# Results of `llama3_flash_attn_prepare_cu_seqlens`, with the boundaries of the whole sequence. The
-# key is the tensor of the queries' documents, not its values: other sequences can have the same
-# values on this rank.
-_prepared: MutableMapping[Tensor, tuple[Local, tuple[int, ...]]] = WeakTensorKeyDictionary()
+Boundaries = tuple[int, ...]
+
+# Results of `llama3_flash_attn_prepare_cu_seqlens`, with the boundaries of the whole sequence, by
+# the tensor of the queries' documents: other sequences can have the same values on this rank.
+_prepared: MutableMapping[Tensor, tuple[Local, Boundaries]] = WeakTensorKeyDictionary()
+
+# The same by value, the newest last, for copies of these tensors: all boundaries that fit, up to 2.
+_prepared_values: OrderedDict[Local, tuple[Boundaries, ...]] = OrderedDict()
+MAX_PREPARED_VALUES = 4096
+
+
+def _remember(cu_q: Tensor, prepared: Local, boundaries: Boundaries) -> None:
+    """Keep the boundaries of the whole sequence, for the call that gets the rank's arguments."""
+    _prepared[cu_q] = prepared, boundaries
+    known = _prepared_values.get(prepared, ())
+    if boundaries not in known:
+        # Two are enough to know that the values fit several sequences.
+        _prepared_values[prepared] = (*known[:1], boundaries)
+    _prepared_values.move_to_end(prepared)
+    if len(_prepared_values) > MAX_PREPARED_VALUES:
+        _prepared_values.popitem(last=False)
 
 
 def _all_documents(given: Local, cu_q: Tensor) -> Tensor:
@@ -266,12 +284,16 @@ def _all_documents(given: Local, cu_q: Tensor) -> Tensor:
     """
     prepared, boundaries = _prepared.get(cu_q, (None, ()))
     if prepared != given:
-        raise ValueError(
-            "cu_seqlens_q, cu_seqlens_k and local_k_slice must be the results of ring_attn's "
-            "llama3_flash_attn_prepare_cu_seqlens for this rank, world size and causal="
-            f"{given.causal}, got values that are not its results: {given}; pass the tensors that "
-            "it returned, not copies"
-        )
+        of_values = _prepared_values.get(given, ())
+        if len(of_values) != 1:
+            problem = "fit several sequences" if of_values else "are not its results"
+            raise ValueError(
+                "cu_seqlens_q, cu_seqlens_k and local_k_slice must be the results of ring_attn's "
+                "llama3_flash_attn_prepare_cu_seqlens for this rank, world size and causal="
+                f"{given.causal}, got values that {problem}: {given}; pass the tensors that it "
+                "returned"
+            )
+        (boundaries,) = of_values
     return torch.tensor(sorted({*boundaries}))
 
 
