@@ -77,7 +77,7 @@ $(READY): pyproject.toml setup.py $(CONSTRAINTS)
 	@echo "setup 1/4: the environment, by $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup 2/4: setuptools and wheel"
-	@$(INSTALL) setuptools wheel
+	@$(INSTALL) 'setuptools>=77' wheel  # as pyproject.toml asks; the environment begins with an older one
 	@echo "setup 3/4: torch and triton"
 	@$(INSTALL) torch triton
 	@echo "setup 4/4: ring_attn from this folder, and what its tests and tools need"
