@@ -12,7 +12,9 @@ On a device with streams (`Cluster.stream_latency`) an exchange does not wait fo
 shard's begins when its receive buffer (of three) is free, a gradient's when it is computed.
 
 A port is a device's link inside the node, or a network port, in one direction. Exchanges on one
-port follow one another in the order of the program. Messages of one exchange share the port, and
+port follow one another in the order of the program. A message that NCCL copies on few channels
+takes only a part of a port's bandwidth: an exchange on another channel of the program, which is
+another communicator, uses the rest at the same time. Messages of one exchange share the port, and
 end together. A rank's waiting time is divided into waits for its host, for late peers (imbalance),
 and for bytes (exposed communication).
 
@@ -206,6 +208,9 @@ class _Group:
             num_ranks, num_nodes, cluster.max_ctas, over_pcie=cluster.over_pcie
         )
         self.waiting: list[_Posted] = []
+        # Times at which the communicator of a channel of the program is free, by rank.
+        self.free: dict[ops.Channel, dict[int, float]]
+        self.free = defaultdict(lambda: defaultdict(float))
         self._places = {members[index]: index for index in self.walked}
         self._runs: dict[int, list[int]] = {}
         for _, pairs in groupby(enumerate(self.walked), lambda pair: pair[1] - pair[0]):
@@ -316,11 +321,13 @@ class _Simulator:
             loads_out[route.out] += op.nbytes
             loads_in[route.into] += op.nbytes
         ready = {rank.rank: when for rank, _, when in posts}
+        free = group.free[posts[0][1].channel]
         spans: dict[int, tuple[float, float]] = {}  # begin and end of a message, by its sender
         for rank, op, when in posts:
             route = routes[rank.rank]
             ports_free = max(self.free_out[route.out], self.free_in[route.into])
-            begin = max(when, ready.get(route.like, 0.0), ports_free)
+            communicators_free = max(free[rank.rank], free[route.like])
+            begin = max(when, ready.get(route.like, 0.0), ports_free, communicators_free)
             load = max(loads_out[route.out], loads_in[route.into])
             bandwidth = route.link.bandwidth
             if self.cluster.channel_bandwidth is not None:
@@ -329,8 +336,12 @@ class _Simulator:
             spans[rank.rank] = begin, end
         for rank, _, _ in posts:
             route = routes[rank.rank]
+            begin, end = spans[rank.rank]
+            load = max(loads_out[route.out], loads_in[route.into])
             # While a message is on its way its ports take the next one.
-            left = spans[rank.rank][1] - route.link.latency
+            free[rank.rank] = max(free[rank.rank], end - route.link.latency)
+            free[route.like] = max(free[route.like], end - route.link.latency)
+            left = begin + load / route.link.bandwidth
             self.free_out[route.out] = max(self.free_out[route.out], left)
             self.free_in[route.into] = max(self.free_in[route.into], left)
         for rank, op, when in posts:
