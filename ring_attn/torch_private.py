@@ -85,7 +85,7 @@ def all_groups() -> list[dist.ProcessGroup]:
 # torch's class of NCCL process groups for which this package is written. Newer versions have other
 # classes as well, one of which is the backend "nccl" of 2.15. There a collective between
 # `_start_coalescing` and `_end_coalescing` starts at once, and the work that `_end_coalescing`
-# returns does not wait for it: `coalesced` waits for each started work there. The rest of that class
+# returns does not wait for it: `coalesced` waits for each started work there. The rest of the class
 # (options and end of communicators, flight recorder) has not run on a GPU, so it is refused.
 NCCL_CLASS = "ProcessGroupNCCL"
 
