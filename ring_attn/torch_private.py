@@ -128,6 +128,11 @@ def refuse_other_nccl(group: dist.ProcessGroup) -> None:
         )
 
 
+def num_process_groups() -> int:
+    """Return the number of process groups of this rank."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def installed_nccl() -> tuple[int, ...] | None:
     """Return the version of torch's NCCL, such as (2, 28, 9); None if torch has none."""
     if not hasattr(torch._C, "_nccl_version"):  # a build for CPUs

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil, log2
 from typing import NamedTuple, assert_never
@@ -251,6 +251,9 @@ class _Simulator:
         self.ranks = {
             p.rank: Timeline(p.rank, spans=[] if self.record else None) for p in self.programs
         }
+        between = self.cluster.between
+        latency = between.latency + self.cluster.off_rail_latency
+        self.off_rail = replace(between, latency=latency)
         self.groups: dict[tuple[int, ...], _Group] = {}
         # Times at which ports are free, out and in.
         self.free_out: dict[Port, float] = defaultdict(float)
@@ -358,7 +361,7 @@ class _Simulator:
         crosses = self._crosses(rank, to)
         return _Route(
             like=group.like(op.route.send_to, rank),
-            link=self._link(crosses),
+            link=self._link(rank, to),
             out=(crosses, rank),
             into=(crosses, to),
         )
@@ -367,8 +370,12 @@ class _Simulator:
         """Whether two ranks are on different nodes."""
         return rank // self.cluster.node_size != other // self.cluster.node_size
 
-    def _link(self, crosses: bool) -> Link:
-        return self.cluster.between if crosses else self.cluster.inside
+    def _link(self, rank: int, other: int) -> Link:
+        if not self._crosses(rank, other):
+            return self.cluster.inside
+        node_size = self.cluster.node_size
+        is_on_rail = rank % node_size == other % node_size
+        return self.cluster.between if is_on_rail else self.off_rail
 
     def _bandwidth(self, link: Link, num_channels: int) -> float:
         """Return the bytes/s of a link for messages that NCCL copies on so many channels."""
@@ -400,7 +407,7 @@ class _Simulator:
         if source in spans:
             return spans[source]
         like = group.like(op.route.recv_from, rank)
-        link = self._link(self._crosses(source, rank))
+        link = self._link(source, rank)
         begin = spans[like][0] if like in spans else when
         bandwidth = self._bandwidth(link, group.channels(op.message.nbytes))
         return begin, begin + link.latency + op.message.nbytes / bandwidth
@@ -422,6 +429,8 @@ class _Simulator:
             across = nbytes * (size - here) / max(size - 1, 1)
             within = nbytes - across if route.op == "all_to_all" else nbytes
             inside, between = self.cluster.inside, self.cluster.between
+            if route.op == "all_to_all" and here > 1:
+                between = self.off_rail  # most peers of other nodes have other places there
             num_channels = channels_within = channels_across = group.communicator.num_channels
             if route.op == "all_to_all":
                 # Each message has channels of its own, as long as there are any.

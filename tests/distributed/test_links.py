@@ -118,6 +118,20 @@ def test_all_communicators_are_aborted_at_once() -> None:
     assert all(one.aborted.is_set() for one in made)
 
 
+@pytest.mark.parametrize(("ours", "groups", "warns"), [(20, 12, False), (20, 13, True)])
+def test_streams_that_are_shared_are_logged(
+    ours: int, groups: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has 32 streams of high priority, and every communicator takes the next one."""
+    monkeypatch.setattr(streams, "num_held", lambda: ours)
+    monkeypatch.setattr(links, "num_process_groups", lambda: groups)
+    with in_place_of_nccl(StandIn), mock.patch.object(links.logger, "warning") as logged:
+        nccl = links.NcclLink(dist.HashStore(), "meeting", 0, (0, 1))
+        nccl.channel((0,), "shards", 1.0, GPU, MAX_CTAS)
+        nccl.close()
+    assert logged.called == warns
+
+
 def test_an_interrupt_leaves_no_group_open() -> None:
     """An open group of NCCL's would swallow what its thread starts later on any communicator."""
     launched: list[str] = []

@@ -298,3 +298,18 @@ def test_messages_of_two_communicators_that_leave_bandwidth_run_at_once() -> Non
     # On one communicator they follow one another, whatever the link has left.
     forward = [simulated(on).seconds for on in (alone, shared)]
     assert forward[0] == pytest.approx(forward[1])
+
+
+def test_messages_that_leave_their_rail_take_longer() -> None:
+    """A plain ring's hop to the next node does, from its last device to the first; a round of a
+    double ring stays on each device's rail.
+    """
+    found = {}
+    for off_rail in (0.0, STEP / 4):
+        on = cluster(inside=inf, between=wire(2), off_rail_latency=off_rail)
+        for strategy in (Strategy(), DOUBLE):
+            found[off_rail, strategy] = simulated(on, 8, strategy).seconds / STEP
+    # Rank 4 gets each of its 7 shards from rank 3, one after another.
+    ring = found[STEP / 4, Strategy()] - found[0.0, Strategy()]
+    assert ring == pytest.approx(7 / 4)
+    assert found[STEP / 4, DOUBLE] == found[0.0, DOUBLE]
