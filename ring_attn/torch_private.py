@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -85,7 +85,8 @@ def all_groups() -> list[dist.ProcessGroup]:
 # torch's class of NCCL process groups for which this package is written. Newer versions have other
 # classes as well, one of which is the backend "nccl" of 2.15. There a collective between
 # `_start_coalescing` and `_end_coalescing` starts at once, and the work that `_end_coalescing`
-# returns does not wait for it: `coalesced` would return before the results have arrived.
+# returns does not wait for it: `coalesced` waits for each started work there. The rest of the class
+# (options and end of communicators, flight recorder) has not run on a GPU, so it is refused.
 NCCL_CLASS = "ProcessGroupNCCL"
 
 
@@ -127,6 +128,11 @@ def refuse_other_nccl(group: dist.ProcessGroup) -> None:
         )
 
 
+def num_process_groups() -> int:
+    """Return the number of process groups of this rank."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def installed_nccl() -> tuple[int, ...] | None:
     """Return the version of torch's NCCL, such as (2, 28, 9); None if torch has none."""
     if not hasattr(torch._C, "_nccl_version"):  # a build for CPUs
@@ -156,7 +162,19 @@ def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequenc
     return options
 
 
-def coalesced(communicator: Any, starts: Sequence[tuple[Any, ...]]) -> dist.Work:
+class StartedWorks:
+    """Works that were started together."""
+
+    def __init__(self, works: Iterable[dist.Work | None]) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+
+def coalesced(communicator: Any, starts: Sequence[tuple[Any, ...]]) -> dist.Work | StartedWorks:
     """Start several operations as one NCCL group, in which no operation waits for another.
 
     Each of `starts` is a method of the communicator and its arguments. torch's flight recorder has
@@ -169,13 +187,17 @@ def coalesced(communicator: Any, starts: Sequence[tuple[Any, ...]]) -> dist.Work
         start, *arguments = starts[0]
         work: dist.Work = start(*arguments)
         return work
+    started: list[dist.Work | None] = []
     try:
         communicator._start_coalescing()
         for start, *arguments in starts:
-            start(*arguments)
+            started.append(start(*arguments))
     finally:
-        work = communicator._end_coalescing()
-    return work
+        end: dist.Work = communicator._end_coalescing()
+    if type(communicator).__name__ == NCCL_CLASS:
+        # Its works of single operations have no end: a capture would refuse to wait for one.
+        return end
+    return StartedWorks([*started, end])
 
 
 def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:

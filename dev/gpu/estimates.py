@@ -34,7 +34,8 @@ CARDS = {"sm_80": "A100", "sm_90": "H100 or H200", "sm_100": "B200"}
 OTHER_CARD = "`speed` and `sizes` on that card"
 TWO_GPUS = "`ring-attn calibrate` on two GPUs"
 BY_HAND = "by hand: `ring-attn bench kernel`"
-NO_STAGE = (OTHER_CARD, TWO_GPUS, BY_HAND)
+TWO_NODES = "by hand: `sendrecv_perf` of nccl-tests on two nodes"
+NO_STAGE = (OTHER_CARD, TWO_GPUS, BY_HAND, TWO_NODES)
 
 # Implementations of the stage `speed` by the names of their backends.
 BACKENDS = {
@@ -148,6 +149,13 @@ def _links() -> Iterator[Estimate]:
 
 
 def _others() -> Iterator[Estimate]:
+    yield Estimate(
+        "off-rail latency",
+        "time that a message between nodes takes longer to a port on another rail: us",
+        devices.OFF_RAIL_LATENCY * 1e6,
+        "ring_attn/planning/devices.py",
+        TWO_NODES,
+    )
     fa3 = rates.RATES["sm_90"]["triton"].forward
     yield Estimate(
         "launch",

@@ -77,6 +77,10 @@ HARMFUL = {
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host then waits for each message: nothing overlaps"),
 }
 
+# Streams that CUDA runs at a time at most, and its default. An exchange under way has two streams.
+QUEUES, QUEUES_VARIABLE = 32, "CUDA_DEVICE_MAX_CONNECTIONS"
+DEFAULT_QUEUES = 8
+
 # Channels that a group of several nodes asks of NCCL for each peer on another node. By itself NCCL
 # takes 1 or 2, which copy 20 to 45 GB/s; 32 hang in NCCL 2.28.9 (NVIDIA/nccl#1915).
 NET_CHANNELS, NET_CHANNELS_VARIABLE = 4, "NCCL_NCHANNELS_PER_NET_PEER"
@@ -256,6 +260,13 @@ def _nccl(here: Machine) -> Iterator[Finding]:
         text = "is not set: NCCL takes 1 or 2 channels for each peer of a group of several nodes"
         remedy = f"export {NET_CHANNELS_VARIABLE}={NET_CHANNELS}"
         yield Finding(NET_CHANNELS_VARIABLE, "note", text, remedy)
+    queues = env_int(QUEUES_VARIABLE, DEFAULT_QUEUES)
+    if here["devices"] and under_torchrun() and 1 < queues < QUEUES:
+        text = (
+            f"lets CUDA run {queues} streams at a time; a ring has 6, a double ring 10, and FSDP "
+            "some more: false waits"
+        )
+        yield Finding(QUEUES_VARIABLE, "note", text, f"export {QUEUES_VARIABLE}={QUEUES}")
     for name, (value, why) in HARMFUL.items():
         if os.environ.get(name) == value:
             yield Finding(name, "note", f"is {value}: {why}", f"unset {name}")

@@ -118,6 +118,9 @@ class Cluster:
         node_size: number of consecutive ranks that form a node.
         inside: link of a device to the others of its node, in each direction.
         between: the network port of each device, in each direction.
+        off_rail_latency: seconds that a message between nodes takes longer if its devices have
+            different places in their nodes. Switches join the ports of one place (a rail); others
+            are reached through another device of the node, or through further switches.
         slowdown: the share of its speed that compute loses during a transfer: to the SMs, on CPUs
             the cores, that copies take. With `channel_bandwidth`, copies on `max_ctas` channels.
         collectives: measured collectives by name, with all ranks taking part; bytes are those that
@@ -145,6 +148,7 @@ class Cluster:
     channel_bandwidth: float | None = None
     max_ctas: int = MAX_CTAS
     over_pcie: bool = False
+    off_rail_latency: float = 0.0
     each: float = 1.0
 
     def __post_init__(self) -> None:
@@ -153,7 +157,7 @@ class Cluster:
         check_types(self, Host, "host")
         check_types(self, int, "node_size", "max_ctas")
         check_flag("over_pcie", self.over_pcie)
-        check_cost(self, "slowdown")
+        check_cost(self, "slowdown", "off_rail_latency")
         if self.stream_latency is not None:
             check_cost(self, "stream_latency")
         if self.channel_bandwidth is not None:
@@ -194,6 +198,7 @@ def merged(cluster: Cluster, each: float) -> Cluster:
         collectives={name: later(link) for name, link in cluster.collectives.items()},
         host=Host(*(each * seconds for seconds in astuple(cluster.host))),
         stream_latency=None if latency is None else latency * each,
+        off_rail_latency=cluster.off_rail_latency * each,
         each=cluster.each * each,
     )
 

@@ -12,7 +12,9 @@ On a device with streams (`Cluster.stream_latency`) an exchange does not wait fo
 shard's begins when its receive buffer (of three) is free, a gradient's when it is computed.
 
 A port is a device's link inside the node, or a network port, in one direction. Exchanges on one
-port follow one another in the order of the program. Messages of one exchange share the port, and
+port follow one another in the order of the program. A message that NCCL copies on few channels
+takes only a part of a port's bandwidth: an exchange on another channel of the program, which is
+another communicator, uses the rest at the same time. Messages of one exchange share the port, and
 end together. A rank's waiting time is divided into waits for its host, for late peers (imbalance),
 and for bytes (exposed communication).
 
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil, log2
 from typing import NamedTuple, assert_never
@@ -206,6 +208,9 @@ class _Group:
             num_ranks, num_nodes, cluster.max_ctas, over_pcie=cluster.over_pcie
         )
         self.waiting: list[_Posted] = []
+        # Times at which the communicator of a channel of the program is free, by rank.
+        self.free: dict[ops.Channel, dict[int, float]]
+        self.free = defaultdict(lambda: defaultdict(float))
         self._places = {members[index]: index for index in self.walked}
         self._runs: dict[int, list[int]] = {}
         for _, pairs in groupby(enumerate(self.walked), lambda pair: pair[1] - pair[0]):
@@ -246,6 +251,9 @@ class _Simulator:
         self.ranks = {
             p.rank: Timeline(p.rank, spans=[] if self.record else None) for p in self.programs
         }
+        between = self.cluster.between
+        latency = between.latency + self.cluster.off_rail_latency
+        self.off_rail = replace(between, latency=latency)
         self.groups: dict[tuple[int, ...], _Group] = {}
         # Times at which ports are free, out and in.
         self.free_out: dict[Port, float] = defaultdict(float)
@@ -316,11 +324,13 @@ class _Simulator:
             loads_out[route.out] += op.nbytes
             loads_in[route.into] += op.nbytes
         ready = {rank.rank: when for rank, _, when in posts}
+        free = group.free[posts[0][1].channel]
         spans: dict[int, tuple[float, float]] = {}  # begin and end of a message, by its sender
         for rank, op, when in posts:
             route = routes[rank.rank]
             ports_free = max(self.free_out[route.out], self.free_in[route.into])
-            begin = max(when, ready.get(route.like, 0.0), ports_free)
+            communicators_free = max(free[rank.rank], free[route.like])
+            begin = max(when, ready.get(route.like, 0.0), ports_free, communicators_free)
             load = max(loads_out[route.out], loads_in[route.into])
             bandwidth = route.link.bandwidth
             if self.cluster.channel_bandwidth is not None:
@@ -329,8 +339,12 @@ class _Simulator:
             spans[rank.rank] = begin, end
         for rank, _, _ in posts:
             route = routes[rank.rank]
+            begin, end = spans[rank.rank]
+            load = max(loads_out[route.out], loads_in[route.into])
             # While a message is on its way its ports take the next one.
-            left = spans[rank.rank][1] - route.link.latency
+            free[rank.rank] = max(free[rank.rank], end - route.link.latency)
+            free[route.like] = max(free[route.like], end - route.link.latency)
+            left = begin + load / route.link.bandwidth
             self.free_out[route.out] = max(self.free_out[route.out], left)
             self.free_in[route.into] = max(self.free_in[route.into], left)
         for rank, op, when in posts:
@@ -347,7 +361,7 @@ class _Simulator:
         crosses = self._crosses(rank, to)
         return _Route(
             like=group.like(op.route.send_to, rank),
-            link=self._link(crosses),
+            link=self._link(rank, to),
             out=(crosses, rank),
             into=(crosses, to),
         )
@@ -356,8 +370,12 @@ class _Simulator:
         """Whether two ranks are on different nodes."""
         return rank // self.cluster.node_size != other // self.cluster.node_size
 
-    def _link(self, crosses: bool) -> Link:
-        return self.cluster.between if crosses else self.cluster.inside
+    def _link(self, rank: int, other: int) -> Link:
+        if not self._crosses(rank, other):
+            return self.cluster.inside
+        node_size = self.cluster.node_size
+        is_on_rail = rank % node_size == other % node_size
+        return self.cluster.between if is_on_rail else self.off_rail
 
     def _bandwidth(self, link: Link, num_channels: int) -> float:
         """Return the bytes/s of a link for messages that NCCL copies on so many channels."""
@@ -389,7 +407,7 @@ class _Simulator:
         if source in spans:
             return spans[source]
         like = group.like(op.route.recv_from, rank)
-        link = self._link(self._crosses(source, rank))
+        link = self._link(source, rank)
         begin = spans[like][0] if like in spans else when
         bandwidth = self._bandwidth(link, group.channels(op.message.nbytes))
         return begin, begin + link.latency + op.message.nbytes / bandwidth
@@ -411,6 +429,8 @@ class _Simulator:
             across = nbytes * (size - here) / max(size - 1, 1)
             within = nbytes - across if route.op == "all_to_all" else nbytes
             inside, between = self.cluster.inside, self.cluster.between
+            if route.op == "all_to_all" and here > 1:
+                between = self.off_rail  # most peers of other nodes have other places there
             num_channels = channels_within = channels_across = group.communicator.num_channels
             if route.op == "all_to_all":
                 # Each message has channels of its own, as long as there are any.

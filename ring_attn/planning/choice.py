@@ -270,7 +270,7 @@ class Choice:
         nbytes = self.best.communicator_bytes
         if not nbytes:
             return []
-        text = "NCCL's communicators: about {} on a rank, for all layers, by NCCL 2.30's defaults"
+        text = "NCCL's communicators: {} on a rank for all layers (estimate by NCCL's defaults)"
         return [text.format(format_bytes(nbytes))]
 
     @property

@@ -109,6 +109,9 @@ INSIDE = {
 # Devices that NVLink joins, where they are not those of a host: a rack of 18 hosts with 4 each.
 NVLINK_DOMAIN = {"GB200-NVL72": 72}
 BETWEEN = Link("400 Gb/s", 15e-6, 0.9 * 50 * GB)
+# Seconds that a message to another rail takes longer, through NVLink to the device whose port is on
+# that rail (NCCL's PXN): an estimate, as NVLink's latency of a step.
+OFF_RAIL_LATENCY = 5e-6
 
 # Bytes/s of one of NCCL's channels: an estimate, 20 to 25 GB/s over NVLink.
 CHANNEL_BANDWIDTH = 22e9
@@ -148,6 +151,7 @@ def builtin_cluster(device: str, *, node_size: int | None = None) -> Cluster:
         stream_latency=0.0,
         channel_bandwidth=CHANNEL_BANDWIDTH,
         over_pcie=inside.name.startswith("PCIe"),
+        off_rail_latency=OFF_RAIL_LATENCY,
     )
     return with_ctas(cluster, TransportOptions().max_ctas)
 

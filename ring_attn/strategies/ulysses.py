@@ -49,6 +49,10 @@ from ring_attn.strategies import ring
 from ring_attn.strategies.base import SAVED, StrategyCode, input_arrays
 from ring_attn.strategies.order import shares_of, why_not_by_heads
 
+# The channel of all exchanges of heads and rows, also of gradients. No two of them are under way at
+# the same time, and a second channel would be a second communicator of NCCL for each group.
+CHANNEL: Channel = "shards"
+
 # Where the rows of a member lie: pairs (rows of the member, rows of its group) of equal length.
 PlacedRows = tuple[tuple[slice, slice], ...]
 # The placed rows for each group, for each member.
@@ -196,7 +200,7 @@ class _Exchanges:
     def forward(self) -> Program:
         inputs, results = self._kinds_of_forward()
         steps: list[Op] = [ops.Step("to heads")]
-        steps += self._exchange(inputs, "shards", 0, to_heads=True)
+        steps += self._exchange(inputs, 0, to_heads=True)
         saved: list[str] = []
         for index, run in enumerate(self.share.runs):
             core_call = core(self.call, run)
@@ -207,7 +211,7 @@ class _Exchanges:
             steps.append(self._inner(program, core_call, index, input_names, result_names))
             saved += [_by_heads(name, index) for name in program.saved]
         steps.append(ops.Step("to rows"))
-        steps += self._exchange(results, "shards", 1, to_heads=False)
+        steps += self._exchange(results, 1, to_heads=False)
         return Program(
             world_size=self.call.world_size,
             rank=self.call.rank,
@@ -221,7 +225,7 @@ class _Exchanges:
         inputs, results = self._kinds_of_backward()
         arrays = {"dout": input_arrays(self.call, backward=True)["dout"]}
         steps: list[Op] = [ops.Step("to heads")]
-        steps += self._exchange(inputs, "shards", 2, to_heads=True)
+        steps += self._exchange(inputs, 2, to_heads=True)
         for index, run in enumerate(self.share.runs):
             core_call = replace(core(self.call, run), in_one_pass=in_one_pass)
             # Gradients that are added up by their owner are rounded there.
@@ -233,7 +237,7 @@ class _Exchanges:
             steps.append(self._inner(program, core_call, index, input_names, result_names))
             steps.append(ops.Free((_by_heads("dout", index),)))
         steps.append(ops.Step("to rows"))
-        steps += self._exchange(results, "gradients", 3, to_heads=False)
+        steps += self._exchange(results, 3, to_heads=False)
         steps += self._round_sums(results)
         return Program(
             world_size=self.call.world_size,
@@ -290,9 +294,7 @@ class _Exchanges:
 
     # -- exchanges
 
-    def _exchange(
-        self, kinds: tuple[_Kind, ...], channel: Channel, step: int, *, to_heads: bool
-    ) -> Iterator[Op]:
+    def _exchange(self, kinds: tuple[_Kind, ...], step: int, *, to_heads: bool) -> Iterator[Op]:
         """Exchange tensors of some rows and all heads for tensors of all rows and some heads.
 
         If not `to_heads`, exchange them back.
@@ -309,7 +311,7 @@ class _Exchanges:
             indices = range(len(self.share.runs))
             yield ops.Free(tuple(_by_heads(kind.name, i) for i in indices for kind in kinds))
         yield ops.Post(
-            channel=channel,
+            channel=CHANNEL,
             step=step,
             route=ops.Collective(
                 "all_to_all",
@@ -323,7 +325,7 @@ class _Exchanges:
             nbytes=sent.nbytes - sent.counts[self.member],
             ranks=self.group,
         )
-        yield ops.Wait(channel, self.group)
+        yield ops.Wait(CHANNEL, self.group)
         yield ops.Free((send,))
         yield from self._new_targets(kinds, all_heads=not to_heads)
         yield ops.Unpack(recv, received, self._copies(kinds, all_heads=not to_heads))

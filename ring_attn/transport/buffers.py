@@ -26,6 +26,10 @@ from ring_attn.transport.streams import Event
 # Bytes before a message on NCCL, for the identity of its call; see `ranks.headers`.
 HEADER_BYTES = 64
 
+# Calls after which the buffers of a size are dropped, if it has not been taken before in longer
+# intervals; and the longest such interval.
+SHORTEST_PAUSE, LONGEST_PAUSE = 2, 64
+
 # Messages whose views a buffer keeps: more than a few programs have.
 MAX_MESSAGES = 32
 
@@ -71,7 +75,10 @@ class Pool:
     """Free buffers, by size; the buffer that has been free longest is taken first.
 
     On a device with streams a pool lasts from call to call, and drops the buffers of a size that
-    two calls in a row have not taken. Elsewhere a pool serves one call.
+    two calls in a row have not taken. A size that returns after a pause of more calls is kept for
+    such pauses from then on, up to LONGEST_PAUSE: in a model with 5 layers of local attention to
+    one of global, the latter's buffers are not allocated anew in every layer. Elsewhere a pool
+    serves one call.
     """
 
     def __init__(self, device: torch.device, header: int = 0) -> None:
@@ -80,15 +87,24 @@ class Pool:
         self._calls = 0
         # By size: the last call that took a buffer.
         self._taken: dict[int, int] = {}
+        # By size: the longest pause so far, in calls, if it was longer than SHORTEST_PAUSE.
+        self._pauses: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Begin a call: drop buffers of sizes that neither of the last two calls has taken."""
+        """Begin a call: drop buffers of sizes that have not been taken for too long."""
         self._calls += 1
-        for size in [size for size, call in self._taken.items() if call < self._calls - 2]:
-            del self._taken[size]
-            self._free.pop(size, None)
+        for size, call in [*self._taken.items()]:
+            pause = self._calls - call
+            if pause > self._pauses.get(size, SHORTEST_PAUSE):
+                self._free.pop(size, None)
+            if pause > LONGEST_PAUSE:
+                del self._taken[size]
+                self._pauses.pop(size, None)
 
     def take(self, nbytes: int) -> Block:
+        pause = self._calls - self._taken.get(nbytes, self._calls)
+        if pause > SHORTEST_PAUSE:
+            self._pauses[nbytes] = max(pause, self._pauses.get(nbytes, 0))
         self._taken[nbytes] = self._calls
         free = self._free.get(nbytes)
         if free:

@@ -53,6 +53,11 @@ def new(device: torch.device) -> Stream:
     )
 
 
+def num_held() -> int:
+    """The number of streams of `new` that are still held."""
+    return len(_held)
+
+
 def current(device: torch.device) -> Stream:
     """The stream on which the device's operators are queued now."""
     return torch.cuda.current_stream(device)

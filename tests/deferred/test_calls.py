@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.attention.operators import requested_call
 from ring_attn.backends.reference import ReferenceBackend
 from ring_attn.core.program import Channel
 from ring_attn.machines import run as machine
@@ -196,7 +197,9 @@ def in_halves() -> Iterator[None]:
         mock.patch.object(ReferenceBackend, "in_order", True),
         mock.patch.object(ReferenceBackend, "in_one_pass", lambda *_: False),
     ):
+        requested_call.cache_clear()  # a call keeps its programs
         yield
+    requested_call.cache_clear()
 
 
 def without_the_end(device: Any, side: Any, first: Any, *others: Any) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ring_attn import ring_attention
 from ring_attn.core.program import CHANNELS, Channel
@@ -117,6 +118,20 @@ def test_all_communicators_are_aborted_at_once() -> None:
     assert all(one.aborted.is_set() for one in made)
 
 
+@pytest.mark.parametrize(("ours", "groups", "warns"), [(20, 12, False), (20, 13, True)])
+def test_streams_that_are_shared_are_logged(
+    ours: int, groups: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has 32 streams of high priority, and every communicator takes the next one."""
+    monkeypatch.setattr(streams, "num_held", lambda: ours)
+    monkeypatch.setattr(links, "num_process_groups", lambda: groups)
+    with in_place_of_nccl(StandIn), mock.patch.object(links.logger, "warning") as logged:
+        nccl = links.NcclLink(dist.HashStore(), "meeting", 0, (0, 1))
+        nccl.channel((0,), "shards", 1.0, GPU, MAX_CTAS)
+        nccl.close()
+    assert logged.called == warns
+
+
 def test_an_interrupt_leaves_no_group_open() -> None:
     """An open group of NCCL's would swallow what its thread starts later on any communicator."""
     launched: list[str] = []
@@ -133,6 +148,52 @@ def test_an_interrupt_leaves_no_group_open() -> None:
         coalesced(one, [(one.launch, partial(launch, "first")), (interrupt,)])
     coalesced(other, [(other.launch, partial(launch, "second"))])
     assert launched[-1] == "second"
+
+
+class Second(StandIn):
+    """As torch's second class of NCCL process groups: a group holds only sends and receives.
+
+    A collective starts at once, and only its own work waits for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, 2, None)
+        self.waited: list[str] = []
+
+    def _work(self, name: str) -> Any:
+        return mock.Mock(wait=lambda: self.waited.append(name))
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        return None
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        return None
+
+    def _allgather_base(self, recv: Tensor, send: Tensor) -> Any:
+        return self._work("all_gather")
+
+    def alltoall_base(self, *_: object) -> Any:
+        return self._work("all_to_all")
+
+    def _end_coalescing(self) -> Any:
+        super()._end_coalescing()
+        return self._work("group")
+
+
+def test_all_works_of_a_second_class_are_waited_for() -> None:
+    x, second = torch.ones(2), Second()
+    operations = (second.alltoall_base, x, x, [1, 1], [1, 1]), (second._allgather_base, x, x)
+    coalesced(second, operations).wait()
+    assert second.waited == ["all_to_all", "all_gather", "group"]
+    second.waited.clear()
+    coalesced(second, [(second.recv, [x], 1, 0), (second.send, [x], 1, 0)]).wait()
+    assert second.waited == ["group"]
+    # In torch's first class the group's work waits for all of them.
+    first = type(NCCL_CLASS, (Second,), {})()
+    coalesced(
+        first, [(getattr(first, start.__name__), *given) for start, *given in operations]
+    ).wait()
+    assert first.waited == ["group"]
 
 
 def test_a_communicator_that_is_never_made() -> None:

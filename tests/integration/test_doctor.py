@@ -130,6 +130,22 @@ def test_channels_between_nodes_are_recommended(
     assert all(one.state == "note" and one.mend.endswith("=4") for one in found)
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, True), ("8", True), ("16", True), ("32", False), ("1", False)]
+)
+def test_streams_that_wait_for_others_are_named(
+    value: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NCCL_LAUNCH_ORDER_IMPLICIT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv(doctor.QUEUES_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(doctor.QUEUES_VARIABLE, value)
+    here: Any = {"devices": [{"name": "H100"}]}
+    found = [one for one in doctor._nccl(here) if one.mend.endswith("=32")]
+    assert bool(found) == expected
+
+
 @pytest.mark.parametrize("name", doctor.HARMFUL)
 def test_harmful_variables_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value, why = doctor.HARMFUL[name]

@@ -50,6 +50,30 @@ def test_sizes_that_two_calls_have_not_taken_are_let_go(queued: None) -> None:
     assert pool.take(64) is not block
 
 
+@pytest.mark.parametrize("size", [128, 64])
+def test_sizes_of_every_sixth_layer_are_kept_from_the_second_time_on(
+    queued: None, size: int
+) -> None:
+    """Five layers of local attention, and one of global, whose messages are longer or shorter."""
+    pool = Pool(CPU)
+    found = []
+    for layer in range(4 * 6):
+        pool.begin()
+        block = pool.take(size if layer % 6 == 5 else 96)
+        pool.give(block)
+        if layer % 6 == 5:
+            found.append(block)
+    first, second, *others = found
+    assert first is not second and all(other is second for other in others)
+    # A size that does not return is dropped, after a pause longer than any before.
+    for call in range(7):
+        pool.begin()
+        assert (size in pool._free) == (call < 6), call
+    for _ in range(64):
+        pool.begin()
+    assert not pool._taken and not pool._pauses
+
+
 @pytest.mark.parametrize("wrong", [None, 0, 99, 199])
 def test_headers_of_more_exchanges_than_a_buffer_holds(queued: None, wrong: int | None) -> None:
     """Makes 200 gatherings of 3 headers; 85 fill a buffer but for one row, never compared."""

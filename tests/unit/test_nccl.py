@@ -182,7 +182,7 @@ SOURCES = {
     "exchange": (3, 6),
     "all_gather": (1, 2),
     "q_exchange": (2, 3),
-    "hybrid": (2, 4),
+    "hybrid": (2, 3),
 }
 
 

@@ -284,3 +284,32 @@ def test_compute_loses_the_share_of_a_messages_channels() -> None:
     assert 1 <= channels < 8
     steps = 1 / (1 - 0.5 * channels / 8) + 1
     assert each(found, "compute") == pytest.approx([steps * STEP] * 2)
+
+
+def test_messages_of_two_communicators_that_leave_bandwidth_run_at_once() -> None:
+    """Shards and gradients of a backward, each on some of NCCL's channels, share a link."""
+    channels = communicator_of(4, 1).channels(NBYTES)
+    of_channel = wire(8) / channels  # a shard takes as long as eight steps
+    alone = cluster(inside=channels * of_channel)
+    shared = cluster(inside=2 * channels * of_channel, channel_bandwidth=of_channel)
+    one_after_another = simulated(alone, backward=True)
+    at_once = simulated(shared, backward=True)
+    assert at_once.seconds < 0.9 * one_after_another.seconds
+    # On one communicator they follow one another, whatever the link has left.
+    forward = [simulated(on).seconds for on in (alone, shared)]
+    assert forward[0] == pytest.approx(forward[1])
+
+
+def test_messages_that_leave_their_rail_take_longer() -> None:
+    """A plain ring's hop to the next node does, from its last device to the first; a round of a
+    double ring stays on each device's rail.
+    """
+    found = {}
+    for off_rail in (0.0, STEP / 4):
+        on = cluster(inside=inf, between=wire(2), off_rail_latency=off_rail)
+        for strategy in (Strategy(), DOUBLE):
+            found[off_rail, strategy] = simulated(on, 8, strategy).seconds / STEP
+    # Rank 4 gets each of its 7 shards from rank 3, one after another.
+    ring = found[STEP / 4, Strategy()] - found[0.0, Strategy()]
+    assert ring == pytest.approx(7 / 4)
+    assert found[STEP / 4, DOUBLE] == found[0.0, DOUBLE]

@@ -25,7 +25,13 @@ from typing import Any, Literal
 import torch
 
 from ring_attn.core.program import Channel
-from ring_attn.torch_private import PrefixStore, Store, nccl_class, nccl_options
+from ring_attn.torch_private import (
+    PrefixStore,
+    Store,
+    nccl_class,
+    nccl_options,
+    num_process_groups,
+)
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
 from ring_attn.transport.ranks.headers import Compared
@@ -199,6 +205,24 @@ class CommunicatorEnd(threading.Thread):
             logger.error("%s of NCCL's communicator %s failed: %s", ending, self._of, error)
 
 
+def _warn_of_shared_streams() -> None:
+    """Warn if communicators of this process share a stream of torch, and so wait for each other.
+
+    Each communicator takes the next of torch's high-priority streams, which go round, and so do
+    the process groups of other libraries. Nobody can ask torch which one a communicator has.
+    """
+    num_ours, num_groups = streams.num_held(), num_process_groups()
+    if num_ours + num_groups > streams.POOL:
+        logger.warning(
+            "%d streams of ring_attn and %d process groups of this rank share the %d high-priority "
+            "streams that torch has on a device: exchanges on one stream wait for each other. "
+            "Destroy process groups that are not used any more",
+            num_ours,
+            num_groups,
+            streams.POOL,
+        )
+
+
 class NcclLink:
     """NCCL's communicators, each made by its members together at its first use."""
 
@@ -243,6 +267,7 @@ class NcclLink:
         store, rank = PrefixStore(name, self._store), members.index(self._rank)
         communicator: Any = nccl_class()(store, rank, len(members), options)
         self._ends.append(CommunicatorEnd(communicator, name))
+        _warn_of_shared_streams()
         # Splitting another communicator would need all of its ranks.
         connect = partial(communicator.eager_connect_single_device, device)
         try:
