@@ -27,6 +27,7 @@ from ring_attn.integrations.diffusers.plans import PLANS, Plan, Rows
 from ring_attn.models.batch import unshard
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
+from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import check_one_of, check_type
 
 # The forward of a module. Any: modules have arguments and results of all types.
@@ -129,6 +130,7 @@ class Parallelized:
                 f"{type(transformer).__name__} must have blocks in {' or '.join(plan.blocks)}, got "
                 "none: pass another plan"
             )
+        output = _submodule(transformer, plan.output)
         self._first = blocks[0]
         known = {argument for block in blocks for argument in _arguments(block)}
         unknown = [rows.argument for rows in plan.rows if rows.argument not in known]
@@ -142,7 +144,7 @@ class Parallelized:
             for name in plan.cross:
                 if isinstance(getattr(block, name, None), nn.Module):
                     self._wrap(getattr(block, name), self._in_cross_attention)
-        self._wrap(_submodule(transformer, plan.output), self._gathered)
+        self._wrap(output, self._gathered)
 
     @property
     def num_calls(self) -> int:
@@ -177,6 +179,12 @@ class Parallelized:
 
     def _in_block(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a block on this rank's rows."""
+        with reporting(self._group):  # an error of one rank becomes one of all ranks
+            return self._run_block(block, forward, args, kwargs)
+
+    def _run_block(
+        self, block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         bound = inspect.signature(forward).bind(*args, **kwargs)
         given = bound.arguments
         attention = self._attention
