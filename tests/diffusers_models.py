@@ -165,6 +165,14 @@ def _pixart(randn: Callable[..., Tensor]) -> dict[str, Any]:
     }
 
 
+def _z_image(randn: Callable[..., Tensor]) -> dict[str, Any]:
+    return {
+        "x": [randn(16, 1, 6, 6), randn(16, 1, 6, 6)],
+        "t": _timestep() / 1000,
+        "cap_feats": [randn(TEXT, 16), randn(TEXT - 2, 16)],
+    }
+
+
 _FLUX = {
     "patch_size": 1,
     "in_channels": 4,
@@ -309,6 +317,20 @@ TINY: dict[str, Tiny] = {
         },
         _cosmos,
     ),
+    "ZImageTransformer2DModel": Tiny(
+        {
+            "in_channels": 16,
+            "dim": 32,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": 16,
+            "axes_dims": [8, 4, 4],
+            "axes_lens": [128, 32, 32],
+        },
+        _z_image,
+    ),
     "PixArtTransformer2DModel": Tiny(
         {
             "num_layers": 2,
@@ -353,7 +375,7 @@ def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     def as_dtype(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_floating_point():
             return x.to(dtype)
-        return tuple(map(as_dtype, x)) if isinstance(x, tuple) else x
+        return type(x)(map(as_dtype, x)) if isinstance(x, (tuple, list)) else x
 
     return {key: as_dtype(x) for key, x in TINY[name].inputs(randn).items()}
 
@@ -362,6 +384,8 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the sample, and the gradients of all parameters of a weighted sum of it."""
     model.zero_grad()
     sample = model(**inputs, return_dict=False)[0]
+    if isinstance(sample, list):  # one for each batch entry
+        sample = torch.stack(sample)
     weights = torch.randn(sample.shape, generator=torch.Generator().manual_seed(2))
     (sample * weights.to(sample.dtype)).sum().backward()
     gradients = {

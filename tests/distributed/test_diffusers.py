@@ -23,6 +23,7 @@ from tests.refusals import refused
 pytestmark = pytest.mark.gloo
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_some_classes_are_right() -> None:
     """Joint attention with text first, and with padded text last, and cross-attention."""
@@ -34,12 +35,14 @@ def test_some_classes_are_right() -> None:
         assert compared(name, dist.group.WORLD) == [], name
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_other_layouts_strategies_and_numbers_of_ranks() -> None:
     assert compared("SD3Transformer2DModel", dist.group.WORLD, layout="zigzag") == []
     assert compared("QwenImageTransformer2DModel", dist.group.WORLD, strategy="ulysses") == []
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_plan_with_wrong_facts_is_found() -> None:
     """The comparison finds text in the wrong place; cross-attention by mistake does not fit."""
@@ -54,6 +57,7 @@ def test_a_plan_with_wrong_facts_is_found() -> None:
         run(model, inputs_of(name))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_lora_and_checkpointing() -> None:
     """Blocks run again in the backward, outside of the transformer's forward."""

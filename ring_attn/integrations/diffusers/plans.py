@@ -24,8 +24,8 @@ class Rows(NamedTuple):
 class Plan(NamedTuple):
     """How to split the video of a transformer; every rank holds its text.
 
-    The rows of the video enter the first block as its argument `hidden_states`, (batch, rows, dim),
-    and leave after the module `output`, which computes each row by itself.
+    The rows of the video enter the first block as its argument `hidden`, (batch, rows, dim), and
+    leave after the module `output`, which computes each row by itself.
 
     Attributes:
         blocks: the names of the lists of blocks, in the order in which they run.
@@ -34,7 +34,9 @@ class Plan(NamedTuple):
             is no text.
         cross: names of the submodules of a block whose keys are the text.
         rows: arguments of the blocks with a row for each position.
-        output: the module whose output is gathered.
+        output: the module whose output is gathered; or a `ModuleDict` of such modules.
+        hidden: the argument of the first block with the video. If the transformer has joined text
+            and video before, the text is split with it, and `text` is "cross".
         refused: options of the transformer's config with values that are not built.
     """
 
@@ -43,6 +45,7 @@ class Plan(NamedTuple):
     cross: tuple[str, ...] = ()
     rows: tuple[Rows, ...] = ()
     output: str = "proj_out"
+    hidden: str = "hidden_states"
     refused: tuple[tuple[str, object], ...] = ()
 
 
@@ -81,5 +84,12 @@ PLANS: dict[str, Plan] = {
     "SD3Transformer2DModel": Plan(_BLOCKS, "last"),
     "WanTransformer3DModel": Plan(
         ("blocks",), "cross", cross=("attn2",), rows=(Rows("rotary_emb", 1),)
+    ),
+    "ZImageTransformer2DModel": Plan(
+        ("layers",),
+        "cross",
+        rows=(Rows("freqs_cis", 1), Rows("noise_mask", 1)),
+        output="all_final_layer",
+        hidden="x",
     ),
 }

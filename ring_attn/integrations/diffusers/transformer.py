@@ -144,7 +144,8 @@ class Parallelized:
             for name in plan.cross:
                 if isinstance(getattr(block, name, None), nn.Module):
                     self._wrap(getattr(block, name), self._in_cross_attention)
-        self._wrap(output, self._gathered)
+        for module in output.values() if isinstance(output, nn.ModuleDict) else (output,):
+            self._wrap(module, self._gathered)
 
     @property
     def num_calls(self) -> int:
@@ -189,12 +190,12 @@ class Parallelized:
         given = bound.arguments
         attention = self._attention
         if block is self._first:
-            hidden_states = given["hidden_states"]
+            hidden_states = given[self.plan.hidden]
             seqlen, world_size = hidden_states.size(1), self._group.size()
             video = SequenceLayout.from_name(self._layout, seqlen, world_size)
             has_text = self.plan.text != "cross"
             attention.begin(video, given["encoder_hidden_states"].size(1) if has_text else 0)
-            given["hidden_states"] = attention.video.shard(hidden_states, attention.rank)
+            given[self.plan.hidden] = attention.video.shard(hidden_states, attention.rank)
         for rows in self.plan.rows:
             if given.get(rows.argument) is not None:
                 given[rows.argument] = self._own_rows(given[rows.argument], rows)
