@@ -109,7 +109,7 @@ def test_a_pipeline_with_guidance_makes_the_video_of_one_process() -> None:
         ).frames
         return result
 
-    noisy = noisy_runs(frames)
+    noisy = noisy_runs(frames, num=8)
     with all_in_float64():
         transformer.double()
         oracle = frames(torch.float64)
