@@ -10,6 +10,7 @@ the numbers of its queries and keys:
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ from ring_attn.models.sdpa import as_autocast, route_sdpa
 from ring_attn.torch_private import native_sdpa
 
 AnyLayout = SequenceLayout | JointLayout
+
+
+@lru_cache(maxsize=64)
+def joint_layout(num_text: int, video: SequenceLayout, *, first: bool) -> JointLayout:
+    """Return the layout of text, first or last, and a video."""
+    return JointLayout([num_text, video] if first else [video, num_text])
 
 
 class BlockAttention(route_sdpa):
@@ -85,8 +92,7 @@ class BlockAttention(route_sdpa):
                 f"attention inside a block must have {expected} on this rank, got {num_rows}: this "
                 "transformer does not fit its plan"
             )
-        parts: list[int | SequenceLayout] = [num_text, self.video]
-        return JointLayout(parts if self.plan.text == "first" else parts[::-1])
+        return joint_layout(num_text, self.video, first=self.plan.text == "first")
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute a call of F.scaled_dot_product_attention."""

@@ -22,7 +22,7 @@ from ring_attn.call import ExecutionOptions, check_execution
 from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.names import LAYOUTS
-from ring_attn.integrations.diffusers.attention import BlockAttention
+from ring_attn.integrations.diffusers.attention import BlockAttention, joint_layout
 from ring_attn.integrations.diffusers.plans import PLANS, Plan, Rows
 from ring_attn.models.batch import unshard
 from ring_attn.transport import groups
@@ -228,7 +228,7 @@ class Parallelized:
             layout: SequenceLayout | JointLayout = video
             if rows.of == "joint":
                 text = self._attention.num_text
-                layout = JointLayout([text, video] if self.plan.text == "first" else [video, text])
+                layout = joint_layout(text, video, first=self.plan.text == "first")
             return layout.shard(value, self._attention.rank, rows.dim)
         elements = [
             self._own_rows(x, rows) if rows.element in (None, index) else x
