@@ -9,16 +9,17 @@ rows are queries, columns are keys, and `x` is a visible pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.dense import of_block_mask, of_blocks, of_dense, of_entry
 from ring_attn.core.mask import Mask, Slice, check_number_of_slices
-from ring_attn.values.checks import as_int, as_tuple, check_type
+from ring_attn.values.checks import as_int, as_tuple, check_one_of, check_type
 
 Lengths = Sequence[int] | Tensor
 
@@ -424,6 +425,113 @@ def from_slices(seqlen_q: int, seqlen_k: int, slices: Iterable[Sequence[int | No
             raise ValueError(f"a slice must be 4 positions and up to 2 bounds, got {values}")
         pieces.append(Slice(*values))
     return Mask.of(seqlen_q, seqlen_k, pieces)
+
+
+def neighborhood(shape: Sequence[int], reach: Sequence[int]) -> Mask:
+    """Return the mask in which each position of a video, or an image, sees its neighbourhood.
+
+    A position (t, h, w) sees (t', h', w') if the coordinates differ by at most `reach`. Positions
+    are in the order of `torch.cartesian_prod`, the last coordinate first.
+
+        x x . x x .       shape (2, 3), reach (1, 1)
+        x x x x x x
+        . x x . x x
+        x x . x x .
+        x x x x x x
+        . x x . x x
+
+    Args:
+        shape: sizes of the axes, such as (frames, height, width).
+        reach: for each axis the greatest difference; -1 is unbounded.
+
+    Raises:
+        ValueError: a size is negative, `reach` has another number of axes or a number below -1, or
+            the mask has more than 1,048,576 slices.
+        TypeError: a number is not an int.
+
+    Example:
+        >>> neighborhood((2, 3), (1, 1)).area
+        28
+    """
+    sizes = _integers("shape", shape)
+    reaches = _integers("reach", reach)
+    if len(reaches) != len(sizes) or not sizes:
+        raise ValueError(
+            f"reach must have a number for each of the {len(sizes)} axes of shape={sizes}, at "
+            f"least one, got {reaches}"
+        )
+    if min(sizes) < 0 or min(reaches) < -1:
+        raise ValueError(
+            f"sizes must not be negative and reach must be at least -1, got {sizes} and {reaches}"
+        )
+    seqlen = math.prod(sizes)
+    return Mask.of_disjoint(
+        seqlen, seqlen, _near(sizes, reaches), f"neighbourhoods of {reaches} in {sizes}"
+    )
+
+
+def _near(sizes: tuple[int, ...], reaches: tuple[int, ...]) -> Iterator[Slice]:
+    """Yield the slices of the neighbourhoods of the positions of some axes."""
+    size, *inner_sizes = sizes
+    reach = size if reaches[0] == -1 else reaches[0]
+    inner = math.prod(inner_sizes)
+    if size == 0 or inner == 0:
+        return
+    if all(r == -1 or r >= n - 1 for n, r in zip(inner_sizes, reaches[1:], strict=True)):
+        # All inner positions are seen: one slice for each position of this axis, or one band.
+        if inner == 1:
+            yield Slice(0, size, 0, size, -reach, reach)
+            return
+        for at in range(size):
+            first, stop = max(0, at - reach), min(size, at + reach + 1)
+            yield Slice(at * inner, (at + 1) * inner, first * inner, stop * inner)
+        return
+    within = list(_near(tuple(inner_sizes), reaches[1:]))
+    for at in range(size):
+        for other in range(max(0, at - reach), min(size, at + reach + 1)):
+            for piece in within:
+                yield piece.moved(q=at * inner, k=other * inner)
+
+
+def with_text(video: Mask, text: int, where: Literal["first", "last"] = "first") -> Mask:
+    """Return the mask of text and a video, in which text sees and is seen by everything.
+
+        x x x x       1 position of text, first, and a causal mask of 3
+        x x . .
+        x x x .
+        x x x x
+
+    Args:
+        video: the mask of the video by itself.
+        text: number of positions of text.
+        where: whether the text is "first" or "last" in the sequence.
+
+    Raises:
+        ValueError: a negative number, another word, or a video with different numbers of queries
+            and keys.
+        TypeError: an argument has another type.
+
+    Example:
+        >>> with_text(causal(3), 1).area
+        13
+    """
+    check_type("video", video, Mask)
+    text = as_int("text", text, least=0)
+    check_one_of("where", where, ("first", "last"))
+    if video.seqlen_q != video.seqlen_k:
+        raise ValueError(
+            f"video must have as many queries as keys, got {video.seqlen_q} and {video.seqlen_k}"
+        )
+    seqlen = video.seqlen_q + text
+    start = text if where == "first" else 0  # of the video
+    stop = start + video.seqlen_q
+    text_start, text_stop = (0, text) if where == "first" else (stop, seqlen)
+    slices = [s.moved(start, start) for s in video.slices]
+    if text:
+        slices.append(Slice(text_start, text_stop, 0, seqlen))
+        if start < stop:
+            slices.append(Slice(start, stop, text_start, text_stop))
+    return Mask.of_disjoint(seqlen, seqlen, slices, f"{video.words}, and {text} of text")
 
 
 def by_document(masks: Sequence[Mask]) -> Mask:

@@ -4,11 +4,19 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
-__all__ = ["context_parallel", "flash_attn", "ring_flash_attn", "trainer", "transformers"]
+__all__ = [
+    "context_parallel",
+    "diffusers",
+    "flash_attn",
+    "ring_flash_attn",
+    "trainer",
+    "transformers",
+]
 
 if TYPE_CHECKING:
     from ring_attn.integrations import (
         context_parallel,
+        diffusers,
         flash_attn,
         ring_flash_attn,
         trainer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.tiles import check_fit, pair_tiles
@@ -41,11 +42,12 @@ MAX_NAMED = 5
 MAX_RANKS = 16
 
 
-def layouts(layouts: Mapping[str, SequenceLayout], *, theme: str = "light") -> Figure:
+def layouts(layouts: Mapping[str, SequenceLayout | JointLayout], *, theme: str = "light") -> Figure:
     """Draw which rank holds which positions, one bar for each layout.
 
     Args:
-        layouts: by their titles.
+        layouts: by their titles. Positions that every rank holds have the colours of all ranks, one
+            above another.
         theme: "light" or "dark".
 
     Raises:
@@ -70,21 +72,40 @@ def layouts(layouts: Mapping[str, SequenceLayout], *, theme: str = "light") -> F
     return figure
 
 
-def _draw_positions(axes: Axes, layout: SequenceLayout, colours: Colours) -> None:
-    from matplotlib.patches import Rectangle
-
+def _draw_positions(axes: Axes, layout: SequenceLayout | JointLayout, colours: Colours) -> None:
     axes.set(xlim=(0, max(layout.seqlen, 1)), ylim=(0, 1))
     axes.set_axis_off()
-    for rank, start, stop in owned_runs(layout):
-        fill = owner_colour(rank)
-        axes.add_patch(
-            Rectangle((start, 0), stop - start, 1, facecolor=fill, edgecolor=colours.page)
+    parts = layout.parts if isinstance(layout, JointLayout) else (layout,)
+    at = 0  # first position of the part
+    for part in parts:
+        if isinstance(part, SequenceLayout):
+            for rank, start, stop in owned_runs(part):
+                _draw_run(axes, rank, (at + start, at + stop), (0.0, 1.0), colours)
+            at += part.seqlen
+        else:
+            height = 1 / layout.world_size
+            for rank in range(layout.world_size if part else 0):
+                _draw_run(axes, rank, (at, at + part), (rank * height, height), colours)
+            at += part
+
+
+def _draw_run(
+    axes: Axes, rank: int, run: tuple[int, int], band: tuple[float, float], colours: Colours
+) -> None:
+    """Draw a run of positions; the band is its lower edge and its height."""
+    from matplotlib.patches import Rectangle
+
+    start, stop = run
+    low, height = band
+    fill = owner_colour(rank)
+    axes.add_patch(
+        Rectangle((start, low), stop - start, height, facecolor=fill, edgecolor=colours.page)
+    )
+    # A digit needs about a fortieth of the width, and more than half of the height.
+    if height > 0.5 and 40 * (stop - start) >= axes.get_xlim()[1]:
+        axes.text(
+            (start + stop) / 2, 0.47, str(rank), color=best_text(fill), ha="center", va="center"
         )
-        # A digit needs about a fortieth of the width.
-        if 40 * (stop - start) >= layout.seqlen:
-            axes.text(
-                (start + stop) / 2, 0.47, str(rank), color=best_text(fill), ha="center", va="center"
-            )
 
 
 def owned_runs(layout: SequenceLayout) -> list[tuple[int, int, int]]:

@@ -52,6 +52,10 @@ PRELOAD_CUDA = [
     "ring_attn.backends.triton",
 ]
 # Preloaded if a test module has loaded transformers: the import takes longer than ten ranks' start.
+PRELOAD_DIFFUSERS = [
+    "diffusers.models.transformers.transformer_wan",
+    "diffusers.pipelines.wan.pipeline_wan",
+]
 PRELOAD_TRANSFORMERS = [
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
@@ -179,6 +183,7 @@ def forkserver(*, for_cuda: bool = False) -> Any:
     """The context whose processes are forked from a server that has loaded what ranks need."""
     context = multiprocessing.get_context("forkserver")
     more = PRELOAD_TRANSFORMERS if "transformers" in sys.modules else []
+    more = more + (PRELOAD_DIFFUSERS if "diffusers" in sys.modules else [])
     context.set_forkserver_preload(PRELOAD_CUDA if for_cuda else PRELOAD + more)
     return context
 

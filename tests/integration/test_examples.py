@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +24,9 @@ import mesh
 import own_mask
 import quickstart
 import train
+import video_transformer
 from common import Layer, Transformer, batches
-from ring_attn import SequenceLayout, masks, ring_attention
+from ring_attn import JointLayout, SequenceLayout, masks, ring_attention
 from ring_attn.models.recurrent import SPLITS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -46,7 +48,7 @@ def run(words: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
     [(2, "train.py --steps 3 --seqlen 65"), (3, "train.py --steps 2 --seqlen 66"),
      (3, "mesh.py cp=3 --steps 2 --batch 2"), (3, "own_mask.py --document 100"),
      (3, "fsdp2.py --cp 3 --steps 2 --batch 2"), (3, "generate.py --seqlen 65 --tokens 20"),
-     (3, "hybrid.py --steps 2 --seqlen 65"), (2, "quickstart.py"),
+     (3, "hybrid.py --steps 2 --seqlen 65"), (3, "video_transformer.py"), (2, "quickstart.py"),
      (2, "huggingface_trainer.py --steps 3 --seqlen 65"),
      (2, "trl_sft_packed.py --steps 3 --documents 30"),
      (2, "long_document_generate.py --seqlen 301 --chunk 100 --tokens 20")],
@@ -162,6 +164,20 @@ def trained_hybrid(every_rank_from_zeros: bool) -> bool:
         return hybrid.main(Namespace(steps=2, seqlen=33), CPU)
 
 
+# -- video_transformer.py
+
+
+def with_text_of_the_rank() -> bool:
+    """The verdict if each rank counts the text that it holds as rows of its own."""
+
+    def counted_twice(*qkv: Tensor, layout: JointLayout) -> Tensor:
+        lens = [0, *accumulate(layout.shard_lens)]
+        return ring_attention(*qkv, layout=SequenceLayout.boundaries(lens))
+
+    with mock.patch("ring_attn.ring_attention", counted_twice):
+        return video_transformer.main(Namespace(steps=2), CPU)
+
+
 # -- quickstart.py, own_mask.py, fsdp2.py
 
 
@@ -191,6 +207,8 @@ VERDICTS: dict[str, tuple[Callable[..., bool], tuple[Any, ...], list[bool]]] = {
     "generate, late": (generated, (True,), FAILS),
     "hybrid": (trained_hybrid, (False,), PASSES),
     "hybrid, from zeros": (trained_hybrid, (True,), FAILS_ON_RANK_0),
+    "video": (video_transformer.main, (Namespace(steps=2), CPU), PASSES),
+    "video, other text": (with_text_of_the_rank, (), FAILS_ON_RANK_0),
     "quickstart": (quickstart.main, (), PASSES),
     "quickstart, a window": (with_another_window, (quickstart.main,), FAILS),
     "own_mask": (own_mask.main, (Namespace(document=300), CPU), PASSES),

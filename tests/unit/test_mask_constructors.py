@@ -106,6 +106,20 @@ def from_slices(seqlen_q: int, seqlen_k: int, slices: list[tuple[Any, ...]]) -> 
     return pairs_of([Slice(*one) for one in slices], seqlen_q, seqlen_k)
 
 
+def neighborhood(shape: list[int], reach: list[int]) -> Tensor:
+    places = torch.cartesian_prod(*(torch.arange(n) for n in shape)).view(-1, len(shape))
+    far = (places[:, None] - places[None]).abs()
+    limits = torch.tensor([n if r == -1 else r for n, r in zip(shape, reach, strict=True)])
+    return (far <= limits).all(-1)
+
+
+def with_text(video: Mask, text: int, where: str) -> Tensor:
+    seen = torch.ones(video.seqlen_q + text, video.seqlen_k + text).bool()
+    start = text if where == "first" else 0
+    seen[start : start + video.seqlen_q, start : start + video.seqlen_k] = video.dense()
+    return seen
+
+
 def by_document(parts: list[Mask]) -> Tensor:
     seen = [part.dense().int() for part in parts]
     return torch.block_diag(*seen).bool() if seen else torch.zeros(0, 0).bool()
@@ -125,6 +139,8 @@ BAND = st.one_of(st.none(), st.integers(-9, 9))
 SLICE = st.one_of(st.tuples(*4 * [NUMBER]), st.tuples(*4 * [st.integers(0, 9)], BAND, BAND))
 SOME = st.sampled_from([Mask(3, 4, causal=True), Mask(2, 2), masks.chunked(5, 2), Mask(0, 3)])
 
+SQUARE = st.sampled_from([Mask(3, 4), Mask(2, 2), masks.chunked(5, 2), Mask(0, 0)])
+
 # Constructor -> the definition in its docstring, and its arguments.
 DEFINED: dict[str, tuple[Callable[..., Tensor], list[Any]]] = {
     "causal": (lambda q, k: window(q, -1, 0, k), [NUMBER, LENGTH]),
@@ -138,6 +154,11 @@ DEFINED: dict[str, tuple[Callable[..., Tensor], list[Any]]] = {
     "blocks": (blocks, [SEEN, st.one_of(NUMBER, st.tuples(NUMBER, NUMBER)), LENGTH, LENGTH]),
     "from_dense": (lambda seen: seen, [SEEN]),
     "from_slices": (from_slices, [NUMBER, NUMBER, st.lists(SLICE, max_size=3)]),
+    "neighborhood": (
+        neighborhood,
+        [st.lists(st.integers(0, 3), max_size=3), st.lists(st.integers(-1, 3), max_size=3)],
+    ),
+    "with_text": (with_text, [SQUARE, NUMBER, st.sampled_from(["first", "last", "middle"])]),
     "by_document": (by_document, [st.lists(st.one_of(SOME, SOME, JUNK), max_size=3)]),
 }
 BY_NAME = {"documents": ("causal",), "spans": ("left",)}

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
 
 import ring_attn
-from ring_attn import SequenceLayout, masks, plots
+from ring_attn import JointLayout, SequenceLayout, masks, plots
 from ring_attn.bench import comm
 from ring_attn.cli import main as cli
 from ring_attn.core.mask import Mask, Slice
@@ -80,6 +80,7 @@ def test_layouts_show_which_rank_holds_which_positions() -> None:
         "zigzag": SequenceLayout.zigzag(50, 4),
         "striped": SequenceLayout.striped(50, 4),
         "cut": SequenceLayout.boundaries([0, 7, 7, 50]),
+        "joint": JointLayout([4, SequenceLayout.zigzag(40, 4), 6]),
     }
     for axes, layout in zip(plots.layouts(named).axes, named.values(), strict=True):
         held: dict[str, set[int]] = defaultdict(set)
