@@ -184,12 +184,16 @@ def _compared(usual: _Outputs, changed: _Outputs, row: int, pools: bool, name: s
         after = changed.named.get(key)
         if after is None or after.shape != before.shape:
             continue
+        if before.ndim == 0:  # such as the auxiliary loss of experts
+            if bool(after != before):
+                return Mixed(f"{name} (its output {key})", row, ())
+            continue
         if before.shape[:2] == (1, ROWS):
             others = _other_rows(before[0], after[0], row)
         elif before.size(0) == ROWS:  # tokens of all sequences, such as the logits of routers
             others = _other_rows(before, after, row)
         else:
-            if pools or before.ndim == 0:
+            if pools:
                 continue
             return Mixed(f"{name} (its output {key} of shape {tuple(before.shape)})", row, ())
         if others:
