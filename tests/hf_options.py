@@ -1,6 +1,6 @@
 """Options of configs and heads of Hugging Face models, on a split sequence.
 
-    torchrun --nproc-per-node 2 -m tests.hf_options OUT.md [model_type ...]
+    torchrun --nproc-per-node 2 -m tests.hf_options OUT.md [model_type ...] [-model_type ...]
 
 For each architecture of `tests.hf_architectures`: each boolean of its config, and each choice of
 `CHOICES`, one at a time, if it changes the outputs in one process; and each head of `HEADS`. Lines
@@ -182,7 +182,13 @@ def classes(chosen: list[str]) -> list[tuple[str, str]]:
         for model_type, name in names.items():
             if model_type in types and isinstance(name, str):
                 found.append((model_type, name))
-    return [pair for pair in dict.fromkeys(found) if not chosen or pair[0] in chosen]
+    left_out = {name.removeprefix("-") for name in chosen if name.startswith("-")}
+    named = set(chosen) - {f"-{name}" for name in left_out}
+    return [
+        pair
+        for pair in dict.fromkeys(found)
+        if pair[0] not in left_out and (not named or pair[0] in named)
+    ]
 
 
 def main(path: str, *chosen: str) -> None:

@@ -138,7 +138,7 @@ def _changed(model: Any, inputs: dict[str, Any], row: int) -> dict[str, Any]:
     ids = changed["input_ids"] = inputs["input_ids"].clone()
     vocab_size = model.get_input_embeddings().weight.size(0)
     mask_token = getattr(model.config, "mask_token_id", None)
-    if row == MASKED and mask_token is not None:
+    if row == MASKED and mask_token is not None and mask_token < vocab_size:
         ids[:, row] = mask_token
     else:
         ids[:, row] = vocab_size - 1 - ids[:, row] if vocab_size > 2 * ids[0, row] + 1 else 3
