@@ -31,6 +31,20 @@ from tests.hf_models import VOCAB, all_in_float64
 
 SEQLEN = 46
 
+TITLE = f"""# Options and heads of Hugging Face models
+
+Made by `tests/hf_options.py` with transformers {transformers.__version__}: tiny random
+models on 2 ranks, without `attention_mask`. Each row is one option of a config that changes the outputs in one process, or a
+head; other options are the defaults.
+
+- right: all outputs are those of one process, within the bound of the tests
+- refused: an error names the part and the reason
+- not tried: no tiny model could be made with this option
+
+| model | option | on a split sequence |
+|---|---|---|
+"""
+
 # Values of options that are not booleans by default, as real checkpoints have them.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (True, "all"),
@@ -195,6 +209,8 @@ def main(path: str, *chosen: str) -> None:
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
     with Path(path).open("a") as file:
+        if dist.get_rank() == 0 and not file.tell():
+            file.write(TITLE)
         for model_type, model_class in classes([*chosen]):
             for variant, word in sweep(model_type, model_class):
                 if dist.get_rank() == 0:
