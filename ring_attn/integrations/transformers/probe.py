@@ -234,4 +234,4 @@ def values_of(query: Tensor, value: Tensor) -> Tensor:
     `query` and `value` are (batch, heads, rows, dim); the result is (batch, rows, heads, dim).
     """
     groups = query.size(1) // value.size(1)
-    return value.repeat_interleave(groups, 1).transpose(1, 2)
+    return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
