@@ -161,7 +161,7 @@ def _sequence_dims(
     for name, x in batch.items():
         if name in dims:
             sequence_dim = dims[name]
-        elif not isinstance(x, Tensor) or x.ndim == 0 or any(fnmatch(name, rule) for rule in WHOLE):
+        elif name not in TENSORS and _is_whole(name, x):
             sequence_dim = None
         elif name == "position_ids" and dim == 1:
             sequence_dim = -1
@@ -170,6 +170,13 @@ def _sequence_dims(
         if sequence_dim is not None:
             found[name] = as_int(f"the sequence dim of {name}", sequence_dim)
     return found
+
+
+def _is_whole(name: str, x: object) -> bool:
+    """Return whether an input is not sharded: a plain value, or one of `WHOLE`."""
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return True
+    return any(fnmatch(name, rule) for rule in WHOLE)
 
 
 def _check_mask(mask: object, seqlen: int, dim: int) -> None:

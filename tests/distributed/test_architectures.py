@@ -60,6 +60,7 @@ def test_a_model_that_keeps_the_layout_back_is_named() -> None:
 
 VARIANTS = [
     (Variant("llama", "LlamaForSequenceClassification"), "right"),
+    (Variant("bert", "BertForQuestionAnswering"), "right"),
     (Variant("llama", "LlamaForCausalLM", (("attention_bias", True),)), "right"),
     (Variant("mixtral", "MixtralForCausalLM", (("output_router_logits", True),)), "aux_loss"),
     (

@@ -215,6 +215,17 @@ def test_real_models_with_such_parts_are_refused() -> None:
             asks.eval()(**plain, sequence_layout=layout, start_positions=where, end_positions=where)
 
 
+def test_rows_are_compared_in_outputs_of_any_number_of_dims() -> None:
+    """Logits of positions are (batch, rows)."""
+    before = torch.zeros(5)
+    after = before.clone()
+    after[2] = 1.0
+    assert probe._other_rows(before, after, 2) == ()
+    after[4] = 0.5
+    assert probe._other_rows(before, after, 2) == (4,)
+    assert probe._other_rows(before.view(5, 1, 1), after.view(5, 1, 1), 2) == (4,)
+
+
 @on_ranks(2)
 def test_a_model_that_cannot_be_probed_is_logged() -> None:
     layout = SequenceLayout.zigzag(SEQLEN, 2)

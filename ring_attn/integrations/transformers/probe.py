@@ -219,7 +219,8 @@ def _other_rows(before: Tensor, after: Tensor, row: int) -> tuple[int, ...]:
     change, which rounds differently: by about eps of the dtype, while mixing changes a row by a
     share of the change itself. The limit is between both, the square root of eps.
     """
-    moved = (after.double() - before.double()).flatten(1).abs().amax(1)  # (rows,)
+    difference = after.double() - before.double()
+    moved = difference.reshape(len(difference), -1).abs().amax(1)  # (rows,)
     limit = moved[row] * torch.finfo(before.dtype).eps ** 0.5
     moved[row] = 0
     return tuple((moved > limit).nonzero().flatten().tolist())
