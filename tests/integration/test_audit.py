@@ -174,8 +174,8 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "sizes", "text"),
     [(partial(odd, ""), (), "world_size"), (partial(odd, ""), 1, "at least 2"),
-     ("missing.py:step", 2, "of a file, got 'missing.py:step'"),
-     ("train.py", 2, "file.py:function"), ("README.md:step", 2, "file.py:function")],
+     ("missing.py:step", 2, "there is no file 'missing.py'"),
+     ("train.py", 2, "got 'train.py'"), ("README.md:step", 2, "got 'README.md:step'")],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(step: Any, sizes: Any, text: str) -> None:
     with refused(ValueError, text):
