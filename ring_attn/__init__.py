@@ -21,6 +21,7 @@ from ring_attn.models import tensor_parallel
 from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.gradients import sync_gradients
 from ring_attn.models.logprobs import token_logprobs
+from ring_attn.models.pooling import pool
 from ring_attn.planning import balance
 from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain
@@ -58,6 +59,7 @@ __all__ = [
     "pack",
     "parallelize",
     "plots",
+    "pool",
     "prepare",
     "profiling",
     "recurrence",

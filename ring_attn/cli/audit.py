@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     default_sizes = AUDITED_SIZES[:1] if args.quick else AUDITED_SIZES
     sizes = args.world_size or default_sizes
     try:
-        report = audit(args.step, sizes, timeout=args.timeout, on_stage=begin_stage)
+        report = audit(args.step, sizes, timeout=args.timeout, tiny=args.tiny, on_stage=begin_stage)
     except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -155,6 +155,8 @@ def audit(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time limit of a run in seconds (default: 120)",
     )
+    tiny = "shrink models of transformers to 2 layers, few heads and random weights"
+    add("--tiny", action="store_true", help=f"{tiny} (default: as the step makes them)")
     add_common(parser)
 
 

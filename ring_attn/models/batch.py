@@ -17,7 +17,10 @@ from ring_attn.transport.base import Agreement
 from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import new_p2p, reporting
-from ring_attn.values.checks import as_int, as_ints, check_type
+from ring_attn.values.checks import as_int, as_ints, check_tensor, check_type
+
+# Names of Hugging Face's inputs that are tensors with a row for each token.
+TENSORS = {"input_ids", "inputs_embeds", "labels", "position_ids", "shift_labels"}
 
 # Names of Hugging Face's inputs that have no row per token, or that attention needs as a whole. A
 # name ends with "*" if it is only the beginning of names.
@@ -111,6 +114,8 @@ def shard_batch(
     """
     check_type("batch", batch, Mapping, "a dict of tensors")
     check_type("layout", layout, SequenceLayout)
+    for name in TENSORS & batch.keys():
+        check_tensor(f"batch[{name!r}]", batch[name])
     sequence_dims = _sequence_dims(batch, dim, dims or {})
     for name, sequence_dim in sequence_dims.items():
         layout.check_rows(batch[name], sequence_dim, f"batch[{name!r}]")
@@ -156,7 +161,7 @@ def _sequence_dims(
     for name, x in batch.items():
         if name in dims:
             sequence_dim = dims[name]
-        elif not isinstance(x, Tensor) or x.ndim == 0 or any(fnmatch(name, rule) for rule in WHOLE):
+        elif name not in TENSORS and _is_whole(name, x):
             sequence_dim = None
         elif name == "position_ids" and dim == 1:
             sequence_dim = -1
@@ -165,6 +170,13 @@ def _sequence_dims(
         if sequence_dim is not None:
             found[name] = as_int(f"the sequence dim of {name}", sequence_dim)
     return found
+
+
+def _is_whole(name: str, x: object) -> bool:
+    """Return whether an input is not sharded: a plain value, or one of `WHOLE`."""
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return True
+    return any(fnmatch(name, rule) for rule in WHOLE)
 
 
 def _check_mask(mask: object, seqlen: int, dim: int) -> None:

@@ -73,11 +73,12 @@ Split = Function
 class _Current(threading.local):
     """The place of the recurrent layer that runs in this thread, and the functions it has called.
 
-    `place` is None outside of layers, and on one rank.
+    `place` is None outside of layers, and on one rank. With `by_row`, functions mix no rows.
     """
 
     place: Place | None = None
     called: set[str] = set()
+    by_row: bool = False
 
 
 current = _Current()
@@ -265,6 +266,8 @@ def _dispatching(name: str, function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         place = current.place
+        if current.by_row:
+            return BY_ROW[name](*args, **kwargs)
         if place is None:
             return function(*args, **kwargs)
         current.called.add(name)
@@ -494,4 +497,20 @@ SPLITS: dict[str, Split] = {
     "mamba_selective_scan": _mamba1,
     "mamba_inner_fn": _not_fused,
     "MiniMaxLightningAttention": _lightning,
+}
+
+# Functions that mix no rows, in the place of those of `SPLITS`, to find other parts that do.
+BY_ROW: dict[str, Function] = {
+    "causal_conv1d_fn": lambda hidden_states, *_, **__: hidden_states,
+    "torch_chunk_gated_delta_rule": lambda query, key, value, *_, **__: (value, None),
+    "chunk_kimi_delta_attention": lambda query, key, value, *_, **__: (value, None),
+    "mamba2_chunk_scan": lambda hidden_states, *_, return_final_states=False, **__: (
+        (hidden_states, None) if return_final_states else hidden_states
+    ),
+    "mamba2_split_conv1d_scan_combined": _not_fused,
+    "mamba_selective_scan": lambda hidden_states, *_, return_last_state=False, **__: (
+        (hidden_states, None) if return_last_state else hidden_states
+    ),
+    "mamba_inner_fn": _not_fused,
+    "MiniMaxLightningAttention": lambda layer, hidden_states, *_, **__: (hidden_states, None),
 }

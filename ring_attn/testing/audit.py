@@ -42,7 +42,9 @@ class Report:
             lines.append(
                 f"{diagnosis.world_size} ranks: {len(differences)} results differ from the twin's"
             )
-            lines += [f"  {finding.contract}: {finding.text}" for finding in diagnosis.findings]
+            for finding in diagnosis.findings:
+                lines.append(f"  {finding.contract}: {finding.text}")
+                lines.append(f"    (tested: {finding.tested})")
             if unexplained:
                 lines.append(f"  not explained: {len(unexplained)} results, the worst are")
                 verdicts = [differences[key] for key in unexplained]
@@ -56,6 +58,7 @@ def audit(
     world_size: int | Sequence[int] = AUDITED_SIZES,
     *,
     timeout: float = 120.0,
+    tiny: bool = False,
     on_stage: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Compare a training step on ranks with the same step in one process, and explain differences.
@@ -71,6 +74,8 @@ def audit(
             returns its model, or (model, loss), or (model, loss, evaluation loss).
         world_size: one or several numbers of ranks.
         timeout: seconds that one run of the step may take.
+        tiny: whether models of transformers get 2 layers, few heads and random weights, whatever
+            the step asks for.
         on_stage: a function that is called before each stage, with its name, the number of stages
             before it, and the number of all stages.
 
@@ -100,6 +105,7 @@ def audit(
             function,
             changes,
             bytes_per_rank,
+            tiny,
             device="cpu",
             timeout=timeout * len(changes) + start_s,
         )

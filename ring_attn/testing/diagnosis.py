@@ -29,10 +29,17 @@ Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome]]]
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken contract: its name, and a text of what is wrong, where, and how to fix it."""
+    """A broken contract.
+
+    Attributes:
+        contract: its name.
+        text: what is wrong, where, and how to fix it.
+        tested: how this was tested.
+    """
 
     contract: str
     text: str
+    tested: str
 
 
 @dataclass(frozen=True)
@@ -50,12 +57,14 @@ class Trial(NamedTuple):
 
     Attributes:
         finding: the hypothesis.
-        changes: by rank.
+        changes: by rank; the twin has those of rank 0.
+        on_ranks: whether the ranks run with the changes.
         in_twin: whether the twin, in its one process, runs with the changes.
     """
 
     finding: Finding
     changes: Mapping[int, Change]
+    on_ranks: bool
     in_twin: bool
 
 
@@ -123,6 +132,7 @@ def _by_trials(
         *_inputs(twin, ranks, held),
         *_denominators(ranks),
         *_attention(twin, ranks, held),
+        *_dropout(ranks, unexplained),
     ]
     explanations = []
 
@@ -132,17 +142,22 @@ def _by_trials(
         left = [key for key in left if key != "evaluation loss" or key in unexplained]
         explanations.append(Explanation([trial.finding, *findings], left))
 
-    on_ranks = [trial for trial in trials if not trial.in_twin]
-    if on_ranks:
-        outcomes = runs([trial.changes for trial in on_ranks], len(ranks))
-        for trial, new_ranks in zip(on_ranks, outcomes, strict=True):
-            explain(trial, compared(bounds, twin, new_ranks, runs, {}))
-    in_twin = [trial for trial in trials if trial.in_twin]
-    if in_twin:
-        outcomes = runs([trial.changes for trial in in_twin], 1)
-        for trial, (new_twin,) in zip(in_twin, outcomes, strict=True):
-            explain(trial, compared(bounds, new_twin, ranks, runs, trial.changes[0]))
+    new_ranks = _outcomes([trial for trial in trials if trial.on_ranks], len(ranks), runs)
+    new_twins = _outcomes([trial for trial in trials if trial.in_twin], 1, runs)
+    for trial in trials:
+        of_ranks = new_ranks.get(id(trial), ranks)
+        (of_twin,) = new_twins.get(id(trial), [twin])
+        change = trial.changes[0] if trial.in_twin else {}
+        explain(trial, compared(bounds, of_twin, of_ranks, runs, change))
     return explanations
+
+
+def _outcomes(trials: Sequence[Trial], num: int, runs: Runs) -> dict[int, list[Outcome]]:
+    """Run the step once for each trial, on a number of ranks; return outcomes by the trial's id."""
+    if not trials:
+        return {}
+    outcomes = runs([trial.changes for trial in trials], num)
+    return {id(trial): of_trial for trial, of_trial in zip(trials, outcomes, strict=True)}
 
 
 class Comparison:
@@ -248,7 +263,8 @@ def by_numbers(given: Comparison) -> Explanation:
         losses = [key for key in losses if key != "evaluation loss"]  # it follows from the weights
         if not gradients:
             text = f"{len(weights)} weights differ, even if the twin steps by the ranks' gradients"
-            findings.append(Finding("optimizer step", text))
+            tested = "the twin ran again, and its optimizer got the gradients of the ranks"
+            findings.append(Finding("optimizer step", text, tested))
     not_summed = [key for key in gradients if given.is_part(key)]
     if not_summed:
         findings.append(_missing_sum(given, not_summed))
@@ -264,7 +280,7 @@ def by_numbers(given: Comparison) -> Explanation:
         ):
             if given.verdict(key, given.given[key], float(ratio)).ok:
                 text = f"the {key} {how}: it is {ratio} of the twin's"
-                findings.append(Finding(key, text))
+                findings.append(Finding(key, text, "the numbers have this ratio"))
                 losses.remove(key)
     return Explanation(findings, [*gradients, *losses])
 
@@ -276,7 +292,8 @@ def _missing_sum(given: Comparison, gradients: Sequence[str]) -> Finding:
         f"{len(gradients)} gradients ({listed(gradients)}) differ between ranks by up to "
         f"{spread:.2g}: sum them by sync_gradients, before they are clipped or used"
     )
-    return Finding("gradient sum", text)
+    tested = "their sum, or their mean, over the ranks is the twin's gradient"
+    return Finding("gradient sum", text, tested)
 
 
 def _wrong_scale(gradients: Sequence[str], factor: Fraction | float) -> Finding:
@@ -290,7 +307,7 @@ def _wrong_scale(gradients: Sequence[str], factor: Fraction | float) -> Finding:
         f"{len(gradients)} gradients ({listed(gradients)}) are {shown(factor)} of the twin's: they "
         f"{how}; multiply the loss by {shown(1 / factor)}, or sum once with sync_gradients"
     )
-    return Finding("gradient scale", text)
+    return Finding("gradient scale", text, "all numbers of these gradients have this ratio")
 
 
 def held_by(name: str, twin: Outcome, ranks: Sequence[Outcome]) -> tuple[float, list[Held]]:
@@ -357,7 +374,9 @@ def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> It
         )
         if name == "targets" and wrong <= _segment_ends(held):
             text += "; shifted after cutting, the last row of a segment loses its label"
-        yield Trial(Finding(fed.contract, text), {0: changes}, in_twin=True)
+        tested = f"the twin ran again with the {fed.text_name} of the ranks, and had their results"
+        finding = Finding(fed.contract, text, tested)
+        yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True)
 
 
 def _inputs_of_ranks(
@@ -424,7 +443,9 @@ def _denominators(ranks: Sequence[Outcome]) -> Iterator[Trial]:
             f"{subject} is divided by each rank's own count of targets ({given}): divide by the "
             "targets of the whole batch"
         )
-        yield Trial(Finding("denominator", text), changes, in_twin=False)
+        tested = "the ranks ran again with this denominator, and had the twin's results"
+        finding = Finding("denominator", text, tested)
+        yield Trial(finding, changes, on_ranks=True, in_twin=False)
 
 
 def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
@@ -441,18 +462,37 @@ def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) ->
         "mask",
         "the mask, or the documents' boundaries, are not seen by the attention of the ranks: give "
         "it attention_mask or cu_seqlens of the whole sequence",
+        "the twin ran again without this mask, and had the results of the ranks",
     )
     local = Finding(
         "attention",
         "attention sees only the rows of its own rank: make it ring_attention, or see that the "
         "model's attention function is the one that was replaced",
+        "the twin ran again with attention within the rows of each rank, and had their results",
     )
     for finding, seen in (
         (lost_mask, causal),
         (lost_mask, torch.ones_like(causal)),
         (local, causal & same_owner),
     ):
-        yield Trial(finding, {0: {("seen",): seen}}, in_twin=True)
+        yield Trial(finding, {0: {("seen",): seen}}, on_ranks=False, in_twin=True)
+
+
+def _dropout(ranks: Sequence[Outcome], unexplained: Sequence[str]) -> Iterator[Trial]:
+    """Yield a trial without dropout, on the ranks and in the twin."""
+    if not any(rank.has_dropout for rank in ranks):
+        return
+    if set(unexplained) == {"evaluation loss"}:
+        text = "the evaluation has dropout, as in training: call model.eval() before it"
+    else:
+        text = (
+            "dropout draws other numbers on the ranks than in one process. In training this is "
+            "right, if ranks draw different numbers; audit a step without dropout, and call "
+            "model.eval() before an evaluation"
+        )
+    tested = "the ranks and the twin ran again without dropout, and had equal results"
+    changes = {rank: {("no dropout",): True} for rank in range(len(ranks))}
+    yield Trial(Finding("dropout", text, tested), changes, on_ranks=True, in_twin=True)
 
 
 def listed(numbers: Iterable[object]) -> str:

@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ring_attn.testing.rounding import RandomRounding
+from ring_attn.testing.tiny import tiny_models
 
 # Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -32,7 +33,7 @@ WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
 Step = Callable[[], object]
 
 # Functions that are observed, each by a method of its name.
-OBSERVED = (F.embedding, F.cross_entropy, F.scaled_dot_product_attention)
+OBSERVED = (F.embedding, F.cross_entropy, F.scaled_dot_product_attention, F.dropout)
 
 # The target that does not count, in records and changes.
 IGNORED = -100
@@ -44,6 +45,7 @@ IGNORED = -100
 #   forward, i        a factor of the i-th cross-entropy of this forward
 #   "seen"            (rows, rows), the keys that each query sees, which replaces attention's mask
 #   "gradients"       the gradients of an outcome, which replace those of the step
+#   "no dropout"      True: dropout changes nothing
 Change = Mapping[tuple[Any, ...], Any]
 
 
@@ -91,11 +93,13 @@ class Outcome:
         results: by name: "loss", "evaluation loss", "gradient of NAME" (the first one), "weight
             NAME".
         gradients: of all optimizer steps, in the order of their use.
+        has_dropout: whether dropout drew random numbers.
     """
 
     forwards: list[Forward]
     results: dict[str, Tensor]
     gradients: list[Tensor | None]
+    has_dropout: bool = False
 
     def fed(self) -> list[FedForward]:
         """Return the forwards whose tokens are known."""
@@ -107,20 +111,24 @@ class Outcome:
         return fed
 
 
-def run_step(step: Step, runs: Sequence[Mapping[int, Change]], limit: int = 0) -> list[Outcome]:
+def run_step(
+    step: Step, runs: Sequence[Mapping[int, Change]], limit: int = 0, tiny: bool = False
+) -> list[Outcome]:
     """Return the outcomes of this rank in each run.
 
     Args:
         step: the training step.
         runs: for each run, the changes by rank.
         limit: limit of the memory in bytes; 0 is no limit.
+        tiny: whether models of transformers are shrunk.
     """
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     outcomes = []
     for changes in runs:
         change = changes.get(dist.get_rank(), {})
-        outcomes.append(_Observer(change).run(step))
+        with tiny_models() if tiny else nullcontext():
+            outcomes.append(_Observer(change).run(step))
     return outcomes
 
 
@@ -138,6 +146,7 @@ class _Observer(TorchFunctionMode):
         self.ended = True
         # Whether a backward runs; inputs of what it recomputes are changed, but not recorded.
         self.backward = False
+        self.has_dropout = False
 
     def run(self, step: Step) -> Outcome:
         """Run the step, and return its record."""
@@ -248,6 +257,15 @@ class _Observer(TorchFunctionMode):
             return loss.nan_to_num() * 0.0
         return loss * factor
 
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        draws = training and p > 0
+        self.has_dropout |= draws
+        if draws and self.change.get(("no dropout",)):
+            return input
+        return F.dropout(input, p, training, inplace)
+
     def _scaled_dot_product_attention(
         self,
         q: Tensor,
@@ -259,6 +277,9 @@ class _Observer(TorchFunctionMode):
         **kwargs: Any,
     ) -> Tensor:
         mask = kwargs.pop("attn_mask", mask)
+        self.has_dropout |= dropout_p > 0
+        if self.change.get(("no dropout",)):
+            dropout_p = 0.0
         seen = self.change.get(("seen",))
         if seen is not None and (q.size(-2), k.size(-2)) == seen.shape:
             mask, is_causal = seen, False
@@ -305,6 +326,7 @@ class _Observer(TorchFunctionMode):
             forwards=self.forwards,
             results={name: _whole(x) for name, x in results.items() if x is not None},
             gradients=[None if grad is None else _whole(grad) for _, grad in self.gradients],
+            has_dropout=self.has_dropout,
         )
 
 

@@ -449,7 +449,7 @@ class P2PTransport(Transport):
         now = time.monotonic()
         left = datetime.timedelta(seconds=max(self._timeout_s - (now - start), 0.001))
         calls = self._shared.calls
-        calls.waiting = Waiting(now, self.global_ranks[peer])
+        calls.waiting = Waiting(now, self.global_ranks[peer], timeout_s=left.total_seconds())
         if not work.wait(left):
             raise RuntimeError("timed out")
         calls.waiting = None

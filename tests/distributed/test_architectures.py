@@ -14,6 +14,7 @@ from ring_attn.integrations.transformers import models as integration
 from ring_attn.integrations.transformers import register
 from tests.distributed.pool import Pools, on_ranks
 from tests.hf_architectures import architectures, make, outcome, table
+from tests.hf_options import Variant, of_all_ranks
 from tests.refusals import refused
 
 OWN_CODE, OWN_POSITIONS = "computes attention in its own code", "has no parameter position_ids"
@@ -22,7 +23,7 @@ SOME = {
     "RobertaForCausalLM": "right",
     "BloomForCausalLM": OWN_CODE,
     "BartForCausalLM": OWN_POSITIONS,
-    "RecurrentGemmaForCausalLM": "of 2 recurrent layers 0 are known",
+    "RecurrentGemmaForCausalLM": "RecurrentGemmaRglru) mixes rows of the sequence",
     "MobileBertForMaskedLM": "trigram_input",
     "T5ForConditionalGeneration": "an encoder and a decoder",
 }
@@ -55,6 +56,40 @@ def test_a_model_that_keeps_the_layout_back_is_named() -> None:
         model = make(BY_NAME["StableLmForCausalLM"], "ring_attn")
         with refused(NotImplementedError, "StableLmForCausalLM|sequence_layout"):
             model(**part, sequence_layout=layout)
+
+
+VARIANTS = [
+    (Variant("llama", "LlamaForSequenceClassification"), "right"),
+    (Variant("bert", "BertForQuestionAnswering"), "right"),
+    (Variant("llama", "LlamaForCausalLM", (("attention_bias", True),)), "right"),
+    (Variant("mixtral", "MixtralForCausalLM", (("output_router_logits", True),)), "aux_loss"),
+    (
+        Variant(
+            "qwen4_exp_text",
+            "Qwen4ExpForCausalLM",
+            (("ple_layer_ids", [1]), ("ngram_vocab_size_base", 1000), ("split_ngram_parts", 1)),
+        ),
+        "mixes rows",
+    ),
+    (
+        Variant("gemma4_text", "Gemma4ForCausalLM", (("use_bidirectional_attention", "all"),)),
+        "refused: Gemma4ForCausalLM has use_bidirectional_attention='all'",
+    ),
+]
+
+
+@pytest.mark.gloo
+@on_ranks(2)
+def test_options_and_heads_are_right_or_refused() -> None:
+    for variant, expected in VARIANTS:
+        found = of_all_ranks(variant, None)
+        assert expected in str(found), (variant, found)
+
+
+def test_the_table_of_options_has_nothing_wrong() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "model_options.md").read_text()
+    assert text.count(" | right |") > 100
+    assert "WRONG" not in text and "FAILS" not in text
 
 
 @pytest.mark.slow

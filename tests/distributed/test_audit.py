@@ -7,6 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from ring_attn.testing.audit import Report, judge
 from ring_attn.testing.observe import Change, Outcome, run_step
@@ -23,6 +26,41 @@ def judged(step: Callable[[], Any], ranks: Any, *sizes: int) -> Report:
         return [list(run) for run in zip(*ranks(world_size).run(run_step, *given), strict=True)]
 
     return judge(sizes, runs)
+
+
+def in_training(evaluates: bool) -> Any:
+    """A right step with dropout, or with an evaluation that has dropout."""
+    torch.manual_seed(0)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Dropout(0.5), nn.Linear(8, 50))
+    ids = torch.randint(50, (1, 25))
+    rows = torch.arange(24).tensor_split(world_size)[rank]
+    torch.manual_seed(rank)
+
+    def mean() -> torch.Tensor:
+        logits = model(ids[:, rows])[0]
+        loss: torch.Tensor = nn.functional.cross_entropy(logits, ids[0, rows + 1], reduction="sum")
+        return loss / 24
+
+    model.train(not evaluates)
+    loss = mean()
+    loss.backward()
+    for x in model.parameters():
+        dist.all_reduce(x.grad)
+    model.train()
+    evaluation = mean().detach()
+    for x in (loss.detach(), evaluation):
+        dist.all_reduce(x)
+    return (model, loss.detach(), evaluation) if evaluates else (model, loss.detach())
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_dropout_is_named(ranks: Any, evaluates: bool) -> None:
+    report = judged(partial(in_training, evaluates), ranks, 2)
+    (finding,) = report.diagnoses[0].findings
+    assert finding.contract == "dropout" and not report.diagnoses[0].unexplained, str(report)
+    assert ("model.eval() before it" in finding.text) == evaluates
+    assert "(tested: the ranks and the twin ran again without dropout" in str(report)
 
 
 def contracts(report: Report) -> set[str]:

@@ -79,7 +79,7 @@ def with_another_file(paths: list[Path | None], words: str) -> None:
 def test_ranks_with_other_files_are_named(ranks: Any, tmp_path: Path) -> None:
     files = [file_of(tmp_path, block) for block in (32, 128)]
     a, b = (hashlib.sha256(x.read_bytes()).hexdigest()[:16] for x in files)
-    named = f"RING_ATTN_CONFIGS|rank 1 has {b}|rank 2 has none|have {a}"
+    named = f"RING_ATTN_CONFIGS|rank 1 has {b}|rank 2 has none|has {a}"
     ranks(3).run(with_another_file, [*files, None], named)
     gone = [files[0], files[0], tmp_path / "gone.json"]
     ranks(3).run(with_another_file, gone, "RING_ATTN_CONFIGS|rank 2 has unreadable|the other 2")

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 import ring_attn
 from ring_attn.cli import main as cli
 from ring_attn.testing.audit import in_file
+from ring_attn.testing.tiny import shrunk
 from tests import audit_steps
 from tests.refusals import refused
 
@@ -73,6 +75,47 @@ def test_a_loaded_module_hides_no_file(tmp_path: Path, monkeypatch: pytest.Monke
     step = in_file(f"{tmp_path / 'train.py'}:step")
     assert step() is step()  # the file runs once
     assert step() == [1, 1, 1]
+
+
+PRETRAINED = """
+import torch, torch.distributed as dist
+from transformers import AutoModelForCausalLM
+import ring_attn
+
+def step():
+    n, rank = dist.get_world_size(), dist.get_rank()
+    with ring_attn.integrations.transformers.register(layout="zigzag"):
+        name = "ring_attn" if n > 1 else "sdpa"
+        model = AutoModelForCausalLM.from_pretrained("FOLDER", attn_implementation=name)
+        layout = ring_attn.SequenceLayout.zigzag(29, n)
+        ids = torch.randint(100, (1, 29), generator=torch.Generator().manual_seed(0))
+        part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+        given = {"sequence_layout": layout} if n > 1 else {}
+        logits = model(part["input_ids"], position_ids=part["position_ids"], **given).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.mT, part["shift_labels"], reduction="sum") / 28
+        loss.backward()
+    return model, loss
+"""
+
+
+@pytest.mark.slow
+def test_a_large_model_is_shrunk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.Qwen3Config(
+        hidden_size=8192, intermediate_size=1 << 15, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=101,
+    )  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "train.py").write_text(PRETRAINED.replace("FOLDER", str(tmp_path)))
+    words = ["audit", f"{tmp_path / 'train.py'}:step", "--tiny", "--world-size", "2"]
+    assert cli.main(words) == 1
+    assert "gradient sum" in capsys.readouterr().out
+
+
+def test_a_model_of_several_parts_is_not_shrunk() -> None:
+    with refused(ValueError, "LlavaConfig|make the model small"):
+        shrunk(transformers.LlavaConfig())
 
 
 @pytest.mark.slow
@@ -131,8 +174,8 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "sizes", "text"),
     [(partial(odd, ""), (), "world_size"), (partial(odd, ""), 1, "at least 2"),
-     ("missing.py:step", 2, "of a file, got 'missing.py:step'"),
-     ("train.py", 2, "file.py:function"), ("README.md:step", 2, "file.py:function")],
+     ("missing.py:step", 2, "there is no file 'missing.py'"),
+     ("train.py", 2, "got 'train.py'"), ("README.md:step", 2, "got 'README.md:step'")],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(step: Any, sizes: Any, text: str) -> None:
     with refused(ValueError, text):

@@ -46,7 +46,8 @@ MASK = [[1, 1, 1], [1, 1, 0]]
 @pytest.mark.parametrize(
     ("tensors", "error", "text"),
     [
-        ({"attention_mask": [[1, 1, 1], [0, 1, 1]]}, NotImplementedError, "padding_side"),
+        ({"attention_mask": [[1, 1, 1], [1, 0, 1]]}, NotImplementedError, "between tokens"),
+        ({"attention_mask": [[1, 1, 1], [0, 1, 1]]}, ValueError, "hides tokens|first token"),
         ({"attention_mask": [[[1]]]}, NotImplementedError, "other masks"),
         ({"attention_mask": MASK}, ValueError, "labels must be -100"),
         ({"cu_seq_lens_q": [0, 3]}, ValueError, "one row without padding, got 2"),

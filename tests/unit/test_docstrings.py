@@ -24,6 +24,7 @@ NEED_RANKS = [
     "ring_attn.models.sdpa.sdpa_attention",
     "ring_attn.models.batch.unshard",
     "ring_attn.models.logprobs.token_logprobs",
+    "ring_attn.models.pooling.pool",
     "ring_attn.sequence.halo.roll",
     "ring_attn.sequence.recurrence.causal_conv",
     "ring_attn.sequence.recurrence.linear_attention",

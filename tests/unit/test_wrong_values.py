@@ -163,6 +163,7 @@ TAKEN = {
     "output_index": ["None", "-1"], "replace": ["None", "{}", "type"],
     **dict.fromkeys(("strategy", "backend"), ["text"]),
     **dict.fromkeys(("batch", "state_dict", "plan"), ["{}"]),
+    "shard_batch's batch": ["dict"],
     "softcap": ["1.5"], "same_bits": ["None", "True"],
     "layout": ["layout of others"], "memory_bytes": ["None", "2**64", "inf"],
     "max_balance": ["None", "2**64", "1.5"], "token_ids": ["[]", "{}"],

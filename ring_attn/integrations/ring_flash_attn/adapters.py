@@ -62,6 +62,19 @@ class Substitution:
         watch_models(package)
         self._functions[NAME] = self.attend
 
+    @property
+    def probe(self) -> bool:
+        """Whether models are probed: not here, as code like ring-flash-attn's shards by itself."""
+        return False
+
+    def layout_of(self, given: Keywords, rows: int) -> None:
+        """Refuse heads that pool rows, while attention is substituted."""
+        if _is_on:
+            raise NotImplementedError(
+                "heads that pool rows are not built together with substitute_hf_flash_attn: call "
+                "the model without its head, or ring_attn.integrations.transformers.register"
+            )
+
     def undo(self) -> None:
         """Restore transformers' own function."""
         global _current

@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -23,6 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.integrations.transformers.pools import finish, install
+from ring_attn.integrations.transformers.probe import find_mixing, probing
 from ring_attn.models.recurrent import (
     Place,
     current,
@@ -76,6 +79,12 @@ class Registered(Protocol):
     @property
     def group(self) -> Group: ...
 
+    @property
+    def probe(self) -> bool: ...
+
+    def layout_of(self, given: Keywords, rows: int) -> SequenceLayout | None:
+        """Return the layout of a forward whose outputs are pooled; None if no rows are sharded."""
+
     def check_positions(self, given: Keywords, position_ids: Tensor, first: int) -> None:
         """Refuse `position_ids` that are not the positions of this rank's rows."""
 
@@ -92,6 +101,9 @@ OTHER_ROWS = {
     "trigram_input": "with which a row's embedding mixes three rows",
 }
 
+# Keywords of a forward whose values are positions, from which it computes a loss over all rows.
+LABELS_OF_POSITIONS = {"start_positions", "end_positions"}
+
 # Numbers of layers in a config; decoders may have fewer than encoders.
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 
@@ -106,6 +118,7 @@ class _Forward(threading.local):
         model: class name of the outermost model.
         given: its keywords that are not None.
         recomputes: whether layers run again in the backward, outside of this forward.
+        pooled: whether rows of all ranks were pooled.
     """
 
     depth = 0
@@ -114,9 +127,12 @@ class _Forward(threading.local):
     model = ""
     given: Keywords = {}
     recomputes = False
+    pooled = False
 
 
 _forward = _Forward()
+# Models that have run on several ranks, and whether their outputs are pooled.
+_checked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _takes_positions: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -237,6 +253,12 @@ def _refuse_by_code(model: Model) -> None:
             f"{name} is an encoder and a decoder: cross-attention is not built for models; use a "
             "model that is only an encoder or only a decoder"
         )
+    text_config = config.get_text_config()
+    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
+        raise NotImplementedError(
+            f"{name} has use_bidirectional_attention={text_config.use_bidirectional_attention!r}, "
+            "which is not built: its masks are not those of causal models"
+        )
     for option, why in OTHER_ROWS.items():
         if getattr(config, option, None):
             raise NotImplementedError(
@@ -248,7 +270,7 @@ def _refuse_by_code(model: Model) -> None:
 def _before(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Begin a forward; refuse a forward in which each rank would count positions from 0."""
     name = model.config._attn_implementation
-    if name not in registered:
+    if name not in registered or probing.on:
         return
     is_recurrent = bool(RECURRENT_TYPES & _layer_types(model.config))
     if torch.compiler.is_compiling():
@@ -271,6 +293,7 @@ def _before(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -
     _forward.model = type(model).__name__
     _forward.given = {key: value for key, value in given.items() if value is not None}
     _forward.recomputes = model.training and model.is_gradient_checkpointing
+    _forward.pooled = False
     ring = registered[name]
     with reporting(ring.group):
         _require_positions(model, groups.check_group(ring.group))
@@ -280,6 +303,58 @@ def _before(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -
         if has_positions and not has_cache:
             position_ids = cast(Tensor, given["position_ids"])
             ring.check_positions(given, position_ids, first_position(model))
+        _check_parts(model, ring)
+
+
+def _check_parts(model: Model, ring: Registered) -> None:
+    """Before a model's first forward on several ranks, find parts that mix or pool rows."""
+    group = groups.check_group(ring.group)
+    if dist.get_world_size(group) == 1:
+        return
+    for name in LABELS_OF_POSITIONS & _forward.given.keys():
+        raise NotImplementedError(
+            f"{name} is a position in the whole sequence, but {_forward.model} would compute its "
+            "loss over one rank's rows: leave it out, gather the logits with ring_attn.unshard, "
+            "and compute the loss of the whole sequence"
+        )
+    if model in _checked:
+        return
+    pools = install(model, partial(_where, model))
+    _checked[model] = pools
+    if not ring.probe:
+        return
+    found = find_mixing(model, dict(_forward.given), first_position(model), pools)
+    if found is not None:
+        del _checked[model]
+        others = f"rows {list(found.others)}" if found.others else "an output without rows"
+        raise NotImplementedError(
+            f"{found.part} mixes rows of the sequence outside of attention: a change of token "
+            f"{found.row} changed {others}, too, so on a sharded sequence it would see the rows of "
+            "one rank only. Pool rows with ring_attn.pool, get neighbouring rows with "
+            "ring_attn.halo, or use the model on one rank; register(probe=False) skips this test"
+        )
+
+
+def _where(
+    model: Model, rows: int
+) -> tuple[SequenceLayout, dist.ProcessGroup, dict[str, Any]] | None:
+    """Return the layout and group of the forward under way, whose rows are pooled; see `pools`."""
+    ring = registered.get(model.config._attn_implementation)
+    if ring is None or probing.on or not _forward.depth or torch.compiler.is_compiling():
+        return None
+    group = groups.check_group(ring.group)
+    if dist.get_world_size(group) == 1:
+        return None
+    if _forward.given.keys() & CACHES or "cu_seq_lens_q" in _forward.given:
+        raise NotImplementedError(
+            f"{_forward.model} pools rows, which is not built together with a cache or with packed "
+            "documents: pass one sequence a row, without a cache"
+        )
+    layout = ring.layout_of(_forward.given, rows)
+    if layout is None:
+        return None
+    _forward.pooled = True
+    return layout, group, dict(_forward.given)
 
 
 def _place_rows_of(layer: nn.Module, config: Config) -> None:
@@ -293,6 +368,8 @@ def _place_rows_of(layer: nn.Module, config: Config) -> None:
     def enter(
         layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        if probing.on:
+            return None
         rows = cast(Tensor, args[0] if args else kwargs["hidden_states"])
         current.place = _place_of(config, kwargs, rows.size(1))
         if current.place is None:
@@ -372,16 +449,19 @@ def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-def _after(model: Model, args: tuple[object, ...], output: object) -> None:
-    """End a forward, also a failed one; refuse its output if layers did not call our attention."""
+def _after(model: Model, args: tuple[object, ...], output: object) -> object:
+    """End a forward, also a failed one; refuse its output if layers did not call our attention.
+
+    Return the output if it was pooled.
+    """
     name = model.config._attn_implementation
-    if torch.compiler.is_compiling() or name not in registered or not _forward.depth:
-        return
+    if torch.compiler.is_compiling() or name not in registered or not _forward.depth or probing.on:
+        return None
     _forward.depth -= 1
     if _forward.depth == 0:
         _forward.given = {}
     if _forward.depth > 0 or output is None or _runs_compiled(model):
-        return
+        return None
     attending, recurrent = _layers(model.config.get_text_config())
     if _forward.calls < attending or _forward.recurrences < recurrent:
         with reporting(registered[name].group):
@@ -392,6 +472,9 @@ def _after(model: Model, args: tuple[object, ...], output: object) -> None:
                 "need rows of other ranks in a way that is not built, or were skipped at random "
                 "(layerdrop); the output would be wrong"
             )
+    if not _forward.pooled:
+        return None
+    return finish(output, dist.get_world_size(groups.check_group(registered[name].group)))
 
 
 def _only_recurrent(config: Config) -> bool:

@@ -44,6 +44,7 @@ from ring_attn.integrations.transformers.models import (
     watch_models,
     window_of,
 )
+from ring_attn.integrations.transformers.probe import probing, values_of
 from ring_attn.models.batch import from_document
 from ring_attn.models.recurrent import Place
 from ring_attn.models.sdpa import as_autocast
@@ -51,7 +52,7 @@ from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import reporting
-from ring_attn.values.checks import as_tuple
+from ring_attn.values.checks import as_tuple, check_flag
 from ring_attn.values.compiling import left_out_of_graphs
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
@@ -95,6 +96,7 @@ class Registration:
         layout: layout for forwards without `sequence_layout`.
         execution: the strategy, backend, same_bits and transport that `register` got.
         ignore: keywords of a forward that the attention ignores.
+        probe: whether models are probed for other parts that mix rows.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Registration:
     layout: str
     execution: ExecutionOptions
     ignore: frozenset[str]
+    probe: bool = True
 
     def unregister(self) -> None:
         """Remove the name; models that still use it will raise an error."""
@@ -165,6 +168,8 @@ class Registration:
         of `mask`. For `kwargs` see `HONOURED` and `NOT_FOR_ATTENTION`; other keywords must be None
         or False. Return (batch, rows, nheads, headdim_v), and None instead of weights.
         """
+        if probing.on:
+            return values_of(query, value), None
         with reporting(self.group):
             count_call(kwargs, PLACED)
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
@@ -307,8 +312,15 @@ class Registration:
 
     def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
         """Return the mask of a forward; models call this function. See `read_mask`."""
+        if probing.on:
+            return None
         with reporting(self.group):
             return read_mask(*args, **kwargs)
+
+    def layout_of(self, given: Keywords, rows: int) -> SequenceLayout:
+        """Return the layout of a forward's rows, without documents and without a cache."""
+        placed = _placed(given.get(LAYOUT), self.layout)
+        return self._step(placed, rows, None).cache
 
     def check_positions(self, given: Keywords, position_ids: Tensor | None, first: int) -> None:
         """Refuse positions that are not the positions of this rank's rows.
@@ -366,6 +378,7 @@ def register(
     *,
     name: str = "ring_attn",
     ignore: Collection[str] = (),
+    probe: bool = True,
     **execution: Unpack[ExecutionOptions],
 ) -> Registration:
     """Register `attn_implementation="ring_attn"` with transformers, for this rank's shards.
@@ -380,8 +393,11 @@ def register(
     padding or images runs outside of compiled graphs.
 
     If the model passes `position_ids` to its attention, as almost all models except Llama 4 do,
-    they are checked against the layout, except under torch.compile. Poolers such as BERT's read the
-    first row, which only one rank has.
+    they are checked against the layout, except under torch.compile.
+
+    Heads for sequence classification (reward models) and poolers such as BERT's pool the rows of
+    all ranks. All ranks have the same logits and the same loss, each with a share of its gradient:
+    sum gradients over the ranks, and do not sum this loss. For embeddings see `ring_attn.pool`.
 
     Args:
         group: as for `ring_attention`.
@@ -390,6 +406,9 @@ def register(
         name: the name to register; each group or layout in use needs a different name.
         ignore: keywords of the models' forward that the attention ignores, such as keywords of a
             custom loss function.
+        probe: whether to look for parts of a model, other than attention, that mix rows, before its
+            first forward on several ranks. This takes four forwards of 23 random tokens on each
+            rank, in evaluation mode and without gradients.
         **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
 
     Returns:
@@ -416,7 +435,8 @@ def register(
     )
     _check_layout_name(layout)
     _check_free_name(package, name)
-    ring = Registration(name, group, layout, execution, ignored)
+    check_flag("probe", probe)
+    ring = Registration(name, group, layout, execution, ignored, probe)
     watch_models(package)
     registered[name] = ring
     package.AttentionInterface.register(name, ring.attend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -34,12 +35,18 @@ class Waiting:
         peer: global rank for which this rank waits.
         next_poll_s: seconds after `since` at which to poll next.
         elsewhere: ranks that were found waiting in a call of another group; None if not searched.
+        timeout_s: seconds after `since` at which the wait ends.
     """
 
     since: float
     peer: int
     next_poll_s: float = PERIOD_S
     elsewhere: str | None = None
+    timeout_s: float = math.inf
+
+    @property
+    def is_half_over(self) -> bool:
+        return time.monotonic() - self.since > self.timeout_s / 2
 
     def is_due(self) -> bool:
         """Return whether to poll now; if so, set the time of the next poll."""

@@ -269,9 +269,6 @@ class FailureReport:
         reason = notes.reason(calls, waiting.peer)
         if reason is not None:
             self.fail(reason, shared=True)
-        elif waiting.elsewhere is None and self._is_half_over(waiting):
+        elif waiting.elsewhere is None and waiting.is_half_over:
             # Once: it reads the notes of all groups. After the timeout the ranks may have left.
             waiting.elsewhere = self._elsewhere() or ""
-
-    def _is_half_over(self, waiting: Waiting) -> bool:
-        return time.monotonic() - waiting.since > self._store.seconds / 2
