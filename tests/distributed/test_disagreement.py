@@ -314,15 +314,20 @@ def test_the_first_position_that_differs_is_named() -> None:
         assert got.text.startswith("ranks disagree on the call; layout: "), got
 
 
-@pytest.mark.parametrize("formed", [True, False])
+@pytest.mark.parametrize(("formed", "late"), [(True, False), (False, False), (True, True)])
 @on_ranks(2)
-def test_groups_in_another_order_are_named(formed: bool) -> None:
-    """Each rank waits in one group for the other, at the first calls of the groups or later."""
+def test_groups_in_another_order_are_named(formed: bool, late: bool) -> None:
+    """Each rank waits in one group for the other, at the first calls of the groups or later.
+
+    A late rank begins to wait in the second half of the other's timeout.
+    """
     groups, rank = [dist.new_group(), dist.new_group()], dist.get_rank()
     options = TransportOptions(timeout=roomy(1.5))
     if formed:
         for group in groups:
             call(group)
+    if late and rank == 1:
+        time.sleep(0.7 * (options.timeout or 0.0))
     got = everyone(ended(partial(call, groups[rank], transport=options)))
     assert all(one.error is RuntimeError for one in got), got
     # A rank whose time is up first has closed its connections, which the other one sees.

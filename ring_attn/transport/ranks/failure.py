@@ -176,8 +176,11 @@ class FailureReport:
             waited_for = ", which is waiting for ".join(names)
             return f"{first_name} is waiting for {waited_for}: one of them hung"
         waiting = self._calls.waiting
-        if waiting is not None and waiting.elsewhere:
-            return waiting.elsewhere
+        if waiting is not None:
+            # Again: half a timeout ago, the other rank may not have begun to wait.
+            elsewhere = waiting.elsewhere or self._store.within_limit(self._elsewhere, NOTE_S)
+            if elsewhere:
+                return elsewhere
         call = self._calls.current
         if call is not None and call.kind == "backward":
             return (

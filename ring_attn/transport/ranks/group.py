@@ -103,8 +103,10 @@ class RankGroup:
 
     def _missing(self, error: MissingRanksError) -> str:
         """Return why ranks did not arrive, and what to do."""
-        if self.connection.elsewhere:
-            return f"{error}: {self.connection.elsewhere}"
+        # Again: half a timeout ago, the other ranks may not have begun to wait.
+        elsewhere = self.connection.elsewhere or self._elsewhere()
+        if elsewhere:
+            return f"{error}: {elsewhere}"
         if self.connection.has_met:
             return f"{error}. All ranks of the group must make this call"
         return (
