@@ -133,9 +133,9 @@ def test_what_is_not_there_is_one_line_and_a_row(
 def test_a_budget_ends_the_run_and_says_what_is_left(
     report_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = report_of(f"{RUN} --budget 0")
+    report = report_of(f"{RUN} --budget 0.001")
     notes = [row["note"] for row in report["rows"]]
-    assert len(notes) == 12 and all("budget of 0 s" in note for note in notes)
+    assert len(notes) == 12 and all("budget of 0.001 s" in note for note in notes)
     assert "ours: not measured" in capsys.readouterr().out
 
 

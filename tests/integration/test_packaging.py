@@ -129,7 +129,18 @@ def test_wheel_holds_the_package_and_nothing_else(sources: Path, wheel: Path) ->
     assert {name for name in names if name.endswith(".py")} == python_files(sources)
     others = {name for name in names if not name.endswith(".py") and not name.startswith(info)}
     assert others == {"ring_attn/py.typed"}
-    extras = {"flash", "hf", "plot", "trainer", "docs", "release", "test", "dev", "audit"}
+    extras = {
+        "flash",
+        "hf",
+        "diffusers",
+        "plot",
+        "trainer",
+        "docs",
+        "release",
+        "test",
+        "dev",
+        "audit",
+    }
     assert extras == set(fields.get_all("Provides-Extra"))
     assert licence == (ROOT / "LICENSE").read_bytes()
 

@@ -165,4 +165,7 @@ def test_tensors_that_are_not_counted_are_found(implementation: str) -> None:
 def test_each_recurrence_that_is_known_has_a_stand_in() -> None:
     """Fused functions return None in transformers, and MiniMax's class is traced as it is."""
     fused = {"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
-    assert {*traced.STAND_INS} == {*recurrent.SPLITS} - fused - {"MiniMaxLightningAttention"}
+    # Other tests register functions of their own.
+    splits = recurrent.SPLITS.items()
+    ours = {name for name, split in splits if split.__module__ == recurrent.__name__}
+    assert {*traced.STAND_INS} == ours - fused - {"MiniMaxLightningAttention"}

@@ -69,10 +69,11 @@ def parallelize(
         NotImplementedError: there is no plan for the class.
         RuntimeError: there is no process group.
 
-    Example:
-        >>> pipe = diffusers.WanPipeline.from_pretrained(path)  # under torchrun
-        >>> handle = ring_attn.integrations.diffusers.parallelize(pipe.transformer)
-        >>> frames = pipe(prompt, generator=torch.Generator().manual_seed(0)).frames
+    Example, under torchrun (the page on diffusion has one that runs)::
+
+        pipe = diffusers.WanPipeline.from_pretrained(path)
+        handle = ring_attn.integrations.diffusers.parallelize(pipe.transformer)
+        frames = pipe(prompt, generator=torch.Generator().manual_seed(0)).frames
     """
     check_type("transformer", transformer, nn.Module, "a transformer of diffusers")
     check_one_of("layout", layout, LAYOUTS)

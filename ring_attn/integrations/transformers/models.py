@@ -331,7 +331,8 @@ def _check_parts(model: Model, ring: Registered) -> None:
             f"{found.part} mixes rows of the sequence outside of attention: a change of token "
             f"{found.row} changed {others}, too, so on a sharded sequence it would see the rows of "
             "one rank only. Pool rows with ring_attn.pool, get neighbouring rows with "
-            "ring_attn.halo, or use the model on one rank; register(probe=False) skips this test"
+            "ring_attn.halo, name a recurrence with ring_attn.register_recurrence, or use the "
+            "model on one rank; register(probe=False) skips this test"
         )
 
 
