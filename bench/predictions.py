@@ -10,11 +10,11 @@ from ring_attn.backends import Purpose, choose_backend
 from ring_attn.bench.ring_implementations import RingCase
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.strategy import NAMES, Strategy
-from ring_attn.machines.cluster import Cluster
 from ring_attn.planning.candidates import layouts_of, strategies_for
 from ring_attn.planning.choice import Candidate, Problem
 from ring_attn.planning.devices import (
     DEVICES,
+    Cluster,
     builtin_cluster,
     find_cluster,
     load_cluster,

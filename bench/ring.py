@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import profiling
+import ring_attn
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.bench import implementations as one_device
@@ -36,7 +36,7 @@ from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.strategy import Strategy
-from ring_attn.machines.cluster import Cluster
+from ring_attn.planning.devices import Cluster
 from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients, random_qkv
 from ring_attn.testing.launch import (
     checked_device,
@@ -536,7 +536,7 @@ class _Ring:
             return row
         call = impl.forward if row.mode == "fwd" else impl.run
         with impl.active():
-            peak = profiling.peak_bytes(call, rank_device())
+            peak = ring_attn.profiling.peak_bytes(call, rank_device())
         impl.release()
         return replace(row, peak_bytes=int(self._worst([float(peak)])[0]))
 
@@ -600,9 +600,9 @@ class _Ring:
         samples: dict[bool, list[list[float]]] = {False: [], True: []}
         for _ in range(OBSERVED):
             dist.barrier(self.group)
-            with profiling.collect(), impl.active():
+            with ring_attn.profiling.collect(), impl.active():
                 impl.run()
-                stats = profiling.stats()
+                stats = ring_attn.profiling.stats()
             impl.release()
             for back, figures in ((False, stats.forward), (True, stats.backward)):
                 if figures is not None:

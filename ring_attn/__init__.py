@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ring_attn import profiling, recurrence
 from ring_attn.api import ring_attention, select_backend, tree_decode
+from ring_attn.attention.connections import check, prepare
 from ring_attn.core import masks
 from ring_attn.core.cache import next_rank
 from ring_attn.core.joint import JointLayout
@@ -27,7 +28,6 @@ from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain
 from ring_attn.profiling import stats
 from ring_attn.sequence.halo import halo, roll
-from ring_attn.transport.connections import check, prepare
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.identity import set_step
 from ring_attn.version import __version__ as __version__

@@ -35,7 +35,7 @@ from typing import Literal, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ring_attn.torch_private import profiler_enabled
+from ring_attn.torch_private import profiler_enabled as profiler_enabled
 from ring_attn.transport import streams
 from ring_attn.transport.base import TransportStats
 

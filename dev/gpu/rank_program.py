@@ -18,10 +18,10 @@ from torch import Tensor
 
 import ring_attn
 from dev.gpu.rings import CALL_DIM, CALL_HEADS, CALL_ROWS, ROWS_OF_RANK, case_of
+from ring_attn.attention.connections import CHANNELS as connected
 from ring_attn.core.program import CHANNELS, Hop
 from ring_attn.testing import run_all_ranks
 from ring_attn.transport.base import Agreement
-from ring_attn.transport.connections import CHANNELS as connected
 from ring_attn.transport.options import MAX_CTAS, TransportOptions
 from ring_attn.transport.p2p import open_p2p
 

@@ -36,11 +36,11 @@ from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.tiles import check_fit, pair_tiles
-from ring_attn.sequence.halo import exchanged
-from ring_attn.torch_private import group_by_name
+from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, reporting
+from ring_attn.transport.rows import exchange_rows
 
 # A layout of one side of a call.
 AnyLayout = SequenceLayout | JointLayout
@@ -215,7 +215,7 @@ def _replicate(
         shape: the dim of the rows in the caller's tensor, and the sizes of its other dims.
     """
     checks.check_capture("a joint layout", x)
-    process_group = group_by_name(group)
+    process_group = groups.group_named(group)
     # The ranks compare these values.
     described = {
         "dtype": x.dtype,
@@ -234,7 +234,7 @@ def _replicate(
 
 @_replicate.register_fake
 def _(x: Tensor, counts: Sequence[int], group: str, back: bool, shape: Sequence[int]) -> Tensor:
-    rank = dist.get_rank(group_by_name(group))
+    rank = dist.get_rank(groups.group_named(group))
     return x.new_empty(counts[rank] if back else sum(counts), x.size(-1))
 
 
@@ -250,7 +250,7 @@ def _gathered(x: Tensor, counts: Sequence[int], transport: Transport) -> Tensor:
 def _sum_at_owners(x: Tensor, counts: Sequence[int], transport: Transport) -> Tensor:
     """Return the sums of own rows over the ranks, added in the order of the ranks."""
     own = counts[transport.rank]
-    received = exchanged(x, counts, [own] * transport.world_size, transport)
+    received = exchange_rows(x, counts, [own] * transport.world_size, transport)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = x.new_zeros(own, x.size(1), dtype=wide)
     for share in received.split(own) if own else ():

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn.core.host import on_host
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.segments import pairs_up_to
 from ring_attn.core.tiles import Displacement, Grid, Side, Sizes, check_fit, ring_grid
-from ring_attn.values.host import on_host
 
 # Stands for "no row" under a minimum: larger than any row.
 NO_ROW = torch.iinfo(torch.int32).max

@@ -24,7 +24,6 @@ from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import rounded_gradient, sinks_gradient
 from ring_attn.machines.rehearse import Silent, connect
 from ring_attn.profiling import Direction, Moment, Observer, observe
-from ring_attn.torch_private import profiler_enabled
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Transport
 from ring_attn.transport.buffers import Block, last_uses
@@ -49,7 +48,7 @@ def execute(
         with torch.autocast(call.spec.device_type, enabled=False):
             return execute(program, call, tensors, transport, sinks, kind)
     spec, scores, backend = call.spec, call.scores, get_backend(call.backend)
-    if capture.is_on() or not (profiling.collected.depth or profiler_enabled()):
+    if capture.is_on() or not (profiling.collected.depth or profiling.profiler_enabled()):
         run = Run(program, spec, scores, backend, dict(tensors), transport, sinks)
         if run.queued:
             _prepare(run, kind)

@@ -20,7 +20,8 @@ import torch
 
 from ring_attn.backends.rates import RATES, Rate, rates_of
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.machines.cluster import Cluster, Device, Host, Link
+from ring_attn.machines.cluster import Cluster as Cluster  # the type of what this module returns
+from ring_attn.machines.cluster import Device, Host, Link
 from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_one_of
 from ring_attn.values.outside import env_int, regular_file

@@ -24,6 +24,7 @@ from torch import Tensor
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
 from ring_attn.checks import attention as checks
 from ring_attn.core.dtypes import DTYPES
+from ring_attn.core.host import on_host, without_garbage_collection
 from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
@@ -47,7 +48,6 @@ from ring_attn.planning.replicated import replicated_costs
 from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.strategies.registry import code_of, why_not_same_bits
 from ring_attn.values import checks as values
-from ring_attn.values.host import on_host, without_garbage_collection
 
 # Candidates to simulate: as few as the choice needs; these and one of each name of
 # `strategy.NAMES`, the one with the lowest bound; or all.

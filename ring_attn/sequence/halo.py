@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.program import Collective
 from ring_attn.profiling import observe
 from ring_attn.sequence.runs import runs_of
 from ring_attn.transport import groups
@@ -33,6 +32,7 @@ from ring_attn.transport.cached import Cached
 from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, reporting
+from ring_attn.transport.rows import exchange_rows
 from ring_attn.values.checks import as_int, check_type
 
 
@@ -282,7 +282,7 @@ class _Plan(NamedTuple):
     def gather(self, x: Tensor, transport: Transport) -> Tensor:
         """Return the runs with their neighbours, from the rows of all ranks."""
         counts = [len(rows) for rows in self.sent]
-        received = exchanged(x[torch.cat(self.sent)], counts, self.received, transport)
+        received = exchange_rows(x[torch.cat(self.sent)], counts, self.received, transport)
         return torch.cat([x, received, x.new_zeros(1, x.size(1))])[self.around]
 
     def return_gradients(self, around: Tensor, transport: Transport) -> Tensor:
@@ -292,41 +292,11 @@ class _Plan(NamedTuple):
             sums[places] += around[rows]
         own, others = sums.split([self.own, sum(self.received)])
         counts = [len(rows) for rows in self.sent]
-        returned = exchanged(others, self.received, counts, transport)
+        returned = exchange_rows(others, self.received, counts, transport)
         own = own.clone()
         for rows, part in zip(self.sent, returned.split(counts), strict=True):
             own[rows] += part
         return own
-
-
-def exchanged(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], transport: Transport, step: int = 0
-) -> Tensor:
-    """Exchange rows with all ranks.
-
-    Args:
-        rows: (rows, features), in the order of the receivers.
-        sent: number of rows for each rank.
-        received: number of rows from each rank.
-        transport: the transport.
-        step: number of the step, for errors.
-
-    Returns:
-        The received rows, in the order of the senders.
-    """
-    got = rows.new_empty(sum(received), rows.size(1))
-    if rows.size(1):
-        row_bytes = rows.size(1) * rows.element_size()
-        route = Collective(
-            "all_to_all",
-            send_counts=tuple(row_bytes * count for count in sent),
-            recv_counts=tuple(row_bytes * count for count in received),
-        )
-        send = rows.contiguous().view(-1).view(torch.uint8)
-        recv = got.view(-1).view(torch.uint8)
-        transport.post("shards", step, route, send, recv)
-        transport.wait("shards")
-    return got
 
 
 @lru_cache(maxsize=256)

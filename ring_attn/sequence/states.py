@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.profiling import Direction, observe
-from ring_attn.sequence.halo import exchanged
 from ring_attn.sequence.runs import StateRound, StatesPlan, pieces_of, plan_states
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, reporting
+from ring_attn.transport.rows import exchange_rows
 
 
 class Maps(NamedTuple):
@@ -164,7 +164,7 @@ def _received(
     sent = [exchange.parcels.get((rank, receiver), []) for receiver in ranks]
     received = [exchange.parcels.get((sender, rank), []) for sender in ranks]
     windows = torch.cat([empty, *(held[j][None] for j in chain(*sent))])
-    got = exchanged(
+    got = exchange_rows(
         windows,
         sent=[len(parcel) for parcel in sent],
         received=[len(parcel) for parcel in received],

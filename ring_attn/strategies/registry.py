@@ -16,6 +16,7 @@ from typing import cast
 
 from ring_attn.backends import choose_backend
 from ring_attn.call import Call, Options, purpose_of
+from ring_attn.core.host import on_host
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.names import STRATEGIES
@@ -24,7 +25,6 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, NAMES, Named, Strategy
 from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import StrategyCode
-from ring_attn.values.host import on_host
 
 
 def register(code: StrategyCode) -> None:

@@ -42,7 +42,7 @@ ROWS = [
     "strategies",
     "planning attention.drivers",
     "attention.first_use plots",
-    "attention.operators attention.decode sequence.halo transport.connections",
+    "attention.operators attention.decode sequence.halo attention.connections",
     "sequence.states attention.joint",
     "sequence.recurrence",
     "recurrence api",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn.api import ring_attention
@@ -25,7 +26,6 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.integrations.diffusers.plans import Plan
 from ring_attn.models.sdpa import as_autocast, route_sdpa
-from ring_attn.torch_private import native_sdpa
 
 AnyLayout = SequenceLayout | JointLayout
 
@@ -98,7 +98,7 @@ class BlockAttention(route_sdpa):
         """Compute a call of F.scaled_dot_product_attention."""
         if self.is_cross:
             # This rank has all keys, and its own queries.
-            out: Tensor = native_sdpa(*args, **kwargs)
+            out: Tensor = functional.scaled_dot_product_attention(*args, **kwargs)
             return out
         return self._attend(*args, **kwargs)
 
