@@ -205,6 +205,7 @@ def ring_attention(
         >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
         torch.Size([1, 500, 8, 64])
     """
+    # Longer than a screen: it names each option where it is declared, checked and handed on.
     # `is_joint` is asked of what may be one: a plain call stays as short as it is.
     several_layouts = isinstance(layout, (JointLayout, tuple, list)) and is_joint(layout)
     if not (positional or unknown) and (several_layouts or isinstance(mask, (list, tuple))):

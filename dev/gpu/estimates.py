@@ -149,6 +149,7 @@ def _links() -> Iterator[Estimate]:
 
 
 def _others() -> Iterator[Estimate]:
+    # Longer than a screen: a table, whose rows are independent.
     yield Estimate(
         "off-rail latency",
         "time that a message between nodes takes longer to a port on another rail: us",

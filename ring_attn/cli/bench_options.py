@@ -111,6 +111,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
     What is not installed, or cannot run here, is one line with the reason.
     """
+    # Longer than a screen: a list of options, in the order of the help text.
     add = parser.add_argument
     add(
         "--world-size",
@@ -283,6 +284,7 @@ def bench_decode(parser: argparse.ArgumentParser) -> None:
     --mla decodes as DeepSeek's multi-head latent attention, with absorbed weights: one kv head of
     576 dims, of which v is the first 512, and 128 query heads.
     """
+    # Longer than a screen: a list of options, in the order of the help text.
     add = parser.add_argument
     batches = ",".join(map(str, DECODE_BATCHES))
     lengths = ",".join(map(format_size, DECODE_SEQLENS))

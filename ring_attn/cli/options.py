@@ -186,6 +186,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_call(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that describe the call."""
+    # Longer than a screen: a list of options, in the order of the help text.
     add = parser.add_argument
     add(
         "--seqlen",

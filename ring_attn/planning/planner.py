@@ -162,6 +162,7 @@ def explain(
         >>> choice.best.name in ("ring", "all_gather", "ulysses", "hybrid")
         True
     """
+    # Longer than a screen: it names each option where it is declared, checked and handed on.
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
     nheads_kv = nheads if nheads_kv is None else nheads_kv
     headdim_v = headdim if headdim_v is None else headdim_v
