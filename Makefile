@@ -36,9 +36,10 @@ endif
 # Tests that compare numbers which torch computes.
 ROUNDING := tests/unit/test_testing.py tests/unit/test_backends.py tests/unit/test_strategies.py \
 	tests/unit/test_own_strategy.py tests/unit/test_parallel_style.py $(addprefix tests/distributed/test_, \
-	audit.py context_parallel_names.py generation.py installed_kernels.py logprobs.py \
-	own_recurrence.py parallel_recurrence.py recurrence.py ring_flash_adapters.py strategies.py \
-	tensor_parallel.py transformers.py) tests/integration/test_accelerate.py \
+	audit.py context_parallel_names.py diffusers.py generation.py installed_kernels.py joint.py \
+	logprobs.py mask_lists.py own_recurrence.py parallel_recurrence.py pooling.py recurrence.py \
+	ring_flash_adapters.py strategies.py tensor_parallel.py transformers.py) \
+	tests/integration/test_accelerate.py \
 	tests/integration/test_examples.py tests/integration/test_trainers.py
 
 # Another triton comes beside the environment, whose Python it is for, and before it.
