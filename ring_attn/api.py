@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch.distributed as dist
 from torch import Tensor
@@ -209,7 +209,7 @@ def ring_attention(
     # `is_joint` is asked of what may be one: a plain call stays as short as it is.
     several_layouts = isinstance(layout, (JointLayout, tuple, list)) and is_joint(layout)
     if not (positional or unknown) and (several_layouts or isinstance(mask, (list, tuple))):
-        options_of_user: dict[str, Any] = {
+        options_of_user: dict[str, joint.Option] = {
             "causal": causal,
             "window_size": window_size,
             "softmax_scale": softmax_scale,
@@ -306,7 +306,7 @@ def _with_joint_layout(
     *,
     group: Group,
     layout: Layout,
-    **options: Any,
+    **options: joint.Option,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention where every rank holds some of the rows, see `attention.joint`."""
     with reporting(group):
@@ -326,6 +326,7 @@ def _with_joint_layout(
             # A ring has no hops here, in which it would send keys.
             group, options["strategy"] = process_group, "ring"
     results = ring_attention(q, k, v, mask=mask, group=group, layout=layouts, **options)
+    others: list[Tensor]
     out, *others = results if isinstance(results, tuple) else (results,)
     with reporting(group):
         out = joint.on_every_rank(out, sides.q, process_group, dim)
@@ -340,7 +341,14 @@ def _with_joint_layout(
     "a list of masks is not compiled: pass one mask, or compile without fullgraph=True"
 )
 def _with_masks(
-    q: Tensor, k: Tensor, v: Tensor, given: object, *, group: Group, layout: Layout, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: object,
+    *,
+    group: Group,
+    layout: Layout,
+    **options: joint.Option,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention with a mask for each batch entry, or each batch entry and group of heads.
 

@@ -2,8 +2,6 @@
 
 Exceptions: like torch, `transport` also calls these methods of the backend of a process group:
 `send`, `recv`, `_allgather_base`, `_reduce_scatter_base`, `alltoall_base`.
-
-`Any` in this module: objects of torch whose classes are private or have no types.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import datetime
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +24,11 @@ from torch.distributed.distributed_c10d import Store as Store
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+
+# Objects of torch whose classes are private or have no types: communicators, operators and what
+# they take and return, and the context of autograd functions, which takes attributes of every name.
+Untyped: TypeAlias = Any
+Context: TypeAlias = Untyped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,7 +76,7 @@ def group_store(group: dist.ProcessGroup) -> Store:
     server loses takes 5 s. A thread that waits for a key blocks this connection for other threads.
     Our ranks never wait within the store, but poll it.
     """
-    store: Any = group.get_group_store()
+    store: Untyped = group.get_group_store()
     return cast(Store, store)
 
 
@@ -90,7 +93,7 @@ def all_groups() -> list[dist.ProcessGroup]:
 NCCL_CLASS = "ProcessGroupNCCL"
 
 
-def nccl_class() -> Any:
+def nccl_class() -> Untyped:
     """Return torch's class of NCCL process groups for which this package is written.
 
     Raises:
@@ -113,7 +116,7 @@ def refuse_other_nccl(group: dist.ProcessGroup) -> None:
         NotImplementedError: the class is not `NCCL_CLASS`; the text says how to get that one.
     """
     try:
-        backend: Any = group._get_backend(torch.device("cuda"))
+        backend: Untyped = group._get_backend(torch.device("cuda"))
     except RuntimeError:  # none for CUDA tensors
         return
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
@@ -140,7 +143,7 @@ def installed_nccl() -> tuple[int, ...] | None:
     return torch.cuda.nccl.version()[:3]
 
 
-def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequence[int]) -> Any:
+def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequence[int]) -> Untyped:
     """Return the options of an NCCL communicator that runs at the same time as attention kernels.
 
     Its stream has priority on free multiprocessors. Its blocks are few and not in clusters (NCCL's
@@ -174,7 +177,9 @@ class StartedWorks:
             work.wait()
 
 
-def coalesced(communicator: Any, starts: Sequence[tuple[Any, ...]]) -> dist.Work | StartedWorks:
+def coalesced(
+    communicator: Untyped, starts: Sequence[tuple[Untyped, ...]]
+) -> dist.Work | StartedWorks:
     """Start several operations as one NCCL group, in which no operation waits for another.
 
     Each of `starts` is a method of the communicator and its arguments. torch's flight recorder has

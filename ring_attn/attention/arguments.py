@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -87,8 +87,8 @@ class Arguments(NamedTuple):
         return tuple(self.layout_q), tuple(self.layout_k)
 
 
-# tensor -> its mask; does not keep the tensor alive. Any: torch's class has no types.
-_masks: Any = WeakTensorKeyDictionary()
+# tensor -> its mask; does not keep the tensor alive.
+_masks: MutableMapping[Tensor, Mask] = WeakTensorKeyDictionary()
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.tiles import check_fit, pair_tiles
+from ring_attn.torch_private import Context, Untyped
 from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
@@ -44,6 +45,13 @@ from ring_attn.transport.rows import exchange_rows
 
 # A layout of one side of a call.
 AnyLayout = SequenceLayout | JointLayout
+
+# The value of an option of `ring_attention`. The options of a user are passed on by name, and each
+# has another type, which `checks` tests.
+Option: TypeAlias = Any
+
+# A mask, or masks in lists and lists of lists.
+_Nested: TypeAlias = "Mask | Sequence[_Nested]"
 
 
 def is_joint(layout: object) -> bool:
@@ -134,7 +142,7 @@ class Sides(NamedTuple):
         """The layouts of the owners."""
         return owners_of(self.q), owners_of(self.k)
 
-    def local(self, mask: Masks | None, options: dict[str, Any]) -> tuple[Layouts, Masks]:
+    def local(self, mask: Masks | None, options: dict[str, Option]) -> tuple[Layouts, Masks]:
         """Return the layouts and the mask of a call in which every rank attends to its own keys.
 
         Args:
@@ -155,11 +163,11 @@ class Sides(NamedTuple):
                 cu_seqlens_q=cu_q,
                 cu_seqlens_k=cu_q if cu_k is None else cu_k,
             )
-        return local_layouts(layout_q, seqlen_k), _local_masks(layout_q, seqlen_k, mask)
+        local_masks = cast(Masks, _local_masks(layout_q, seqlen_k, mask))
+        return local_layouts(layout_q, seqlen_k), local_masks
 
 
-# `Any`: lists of masks may be lists of lists.
-def _local_masks(layout_q: SequenceLayout, seqlen_k: int, mask: Any) -> Any:
+def _local_masks(layout_q: SequenceLayout, seqlen_k: int, mask: _Nested) -> _Nested:
     """Return the masks of `local_mask`, in lists like those that were given."""
     if isinstance(mask, Mask):
         checks.check_given_mask(mask, layout_q.seqlen, seqlen_k)
@@ -258,8 +266,7 @@ def _sum_at_owners(x: Tensor, counts: Sequence[int], transport: Transport) -> Te
     return total.to(x.dtype)
 
 
-# `Any`: torch gives the context of autograd and the inputs of operators no types.
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Context, inputs: tuple[Untyped, ...], output: Tensor) -> None:
     _, counts, group, back, shape = inputs
     ctx.counts = counts
     ctx.group = group
@@ -267,7 +274,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.shape = shape
 
 
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
     dx: Tensor = _replicate(dout.contiguous(), ctx.counts, ctx.group, not ctx.back, ctx.shape)
     return (dx, None, None, None, None)
 

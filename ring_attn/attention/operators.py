@@ -42,16 +42,13 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.registry import check_call, code_of, why_not_same_bits
-from ring_attn.torch_private import below_autograd
+from ring_attn.torch_private import Context, below_autograd
 from ring_attn.transport import capture
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p, reporting
 
-# The values of `Arguments`. Any: torch.library passes them in the order of the schema.
+# The values of `Arguments`, which torch.library passes in the order of the schema, without types.
 Fields: TypeAlias = Any
-
-# What autograd saves for a backward. Any: torch's context takes attributes of any name.
-Context: TypeAlias = Any
 
 # Device, dtype, shapes of q, k and v, and whether there are sinks.
 Sizes: TypeAlias = tuple[

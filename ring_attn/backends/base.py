@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 Tiles = Sequence[Tile]
 
-# `Any`: a state has a class of its backend, and only the methods of that backend use it.
+# A state has a class of its backend, and only the methods of that backend use it.
 StepState = Any
 
 

@@ -14,7 +14,7 @@ operators need CUDA and 16-bit inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ SMS = 132
 
 # Arguments of an operator that are not tensors.
 Options = Mapping[str, float | bool | int | None]
+
+
+# A module, or a namespace of torch.ops, of one of the packages, which have no types.
+Operators: TypeAlias = Any
 
 
 class _Saved(NamedTuple):
@@ -76,8 +80,7 @@ class FlashAttnBackend(Backend):
     options: Options = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
     forward_options: Options = {"return_softmax": False}
 
-    # `Any`: a module or a namespace of torch.ops, of a package that has no types.
-    def operators(self) -> Any:
+    def operators(self) -> Operators:
         """Return the namespace of the package's operators."""
         import flash_attn.flash_attn_interface  # noqa: F401 - registers them
 
@@ -178,7 +181,7 @@ class FlashAttn3Backend(FlashAttnBackend):
     options = {"is_causal": False}
     forward_options = {"num_splits": 1}
 
-    def operators(self) -> Any:
+    def operators(self) -> Operators:
         import flash_attn_interface  # noqa: F401 - registers them
 
         return torch.ops.flash_attn_3
@@ -198,7 +201,7 @@ class FlashAttn4Backend(FlashAttnBackend):
     options = {"causal": False}
     forward_options = {"return_lse": True}
 
-    def operators(self) -> Any:
+    def operators(self) -> Operators:
         from flash_attn.cute import interface
 
         return interface

@@ -39,7 +39,7 @@ class KeptLaunches:
 
     def __init__(self) -> None:
         # A key contains the id of the tiles. An entry keeps its tiles alive, so that no other tuple
-        # can get their id. `Any`: a table has the type that `make` returns for its key.
+        # can get their id. A table has the type that `make` returns for its key.
         self.tables: OrderedDict[Hashable, tuple[object, Cached[Any]]] = OrderedDict()
         self.repeats: dict[Hashable, tuple[object, Cached[Repeat]]] = {}
 
@@ -125,7 +125,7 @@ def enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
         return run(argument)
 
 
-# `Any`: triton's compiled kernel; None in the interpreter.
+# Triton's compiled kernel has no types; it is None in the interpreter.
 def _first_run(make: Callable[[], Launch]) -> tuple[Launch, Any]:
     launch = make()  # may search for a config, for which the GPU must be the current device
     return launch, launch.run()

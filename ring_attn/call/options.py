@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from ring_attn.transport.groups import Group
 from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_one_of
 from ring_attn.values.compiling import cached, kept
+from ring_attn.values.outside import Json
 
 AnyLayout = SequenceLayout | JointLayout
 Layout = str | AnyLayout | tuple[AnyLayout, AnyLayout]
@@ -83,7 +84,7 @@ class Options:
     @lru_cache(maxsize=1024)
     def from_text(text: str) -> Options:
         """Return the options of a `text`."""
-        values: dict[str, Any] = json.loads(text)  # Any: JSON has no types
+        values: dict[str, Json] = json.loads(text)
         if isinstance(values["strategy"], dict):
             values["strategy"] = Strategy(**values["strategy"])
         values["transport"] = TransportOptions(**values["transport"])

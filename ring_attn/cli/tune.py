@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ring_attn.kernels.tuned import GLUON, section, takes_gluon, takes_one_pass
 from ring_attn.testing import Inputs
 from ring_attn.testing.launch import map_in_processes, num_cores
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
+from ring_attn.values.outside import Json
 
 # Kinds of configs to search, the most valuable first.
 KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
@@ -146,8 +147,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
             free_memory(self.setting.device)
             self.save()
 
-    # Any, as in `Report.to_json`: the values of JSON.
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """Return the report, with the configs in the form that RING_ATTN_CONFIGS reads."""
         setting = self.setting
         chosen = {row.kind_of_backend: row.config for row in best(self.rows)}

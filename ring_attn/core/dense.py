@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.mask import Mask, Slice, check_number_of_slices
+
+# torch's class of masks of flex_attention, whose module loads the compiler when it is imported.
+BlockMask: TypeAlias = Any
 
 # Number of pairs for which the function of a BlockMask is evaluated at once.
 EVALUATED = 1 << 20
@@ -27,8 +30,7 @@ def of_blocks(seen: Tensor, sizes: tuple[int, int], seqlens: tuple[int, int]) ->
         )
 
 
-# `Any`: a `BlockMask`, whose module loads the compiler when it is imported.
-def of_block_mask(mask: Any) -> Mask:
+def of_block_mask(mask: BlockMask) -> Mask:
     """Return the mask of a `BlockMask` of `torch.nn.attention.flex_attention`.
 
     Raises:
@@ -43,7 +45,7 @@ def of_block_mask(mask: Any) -> Mask:
     return of_entry(mask, entry=0, head=0)
 
 
-def of_entry(mask: Any, entry: int, head: int) -> Mask:
+def of_entry(mask: BlockMask, entry: int, head: int) -> Mask:
     """Return the mask of a batch entry and a head of a `BlockMask`."""
     rows, cols = mask.BLOCK_SIZE
     seqlens = mask.seq_lengths
@@ -66,7 +68,7 @@ def of_entry(mask: Any, entry: int, head: int) -> Mask:
     return Mask.of_disjoint(seqlens[0], seqlens[1], slices, f"a BlockMask of {rows} x {cols}")
 
 
-def _evaluated(mask: Any, starts: Tensor, entry: int, head: int) -> Tensor:
+def _evaluated(mask: BlockMask, starts: Tensor, entry: int, head: int) -> Tensor:
     """Evaluate the function of a BlockMask in some blocks.
 
     torch calls the function with scalar positions, since a function that reduces would give another

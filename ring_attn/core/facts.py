@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import product, zip_longest
 from numbers import Integral, Real
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
+from ring_attn.values.outside import Json
 
 # The values that JSON keeps as they are.
 Plain = None | bool | int | str | Sequence["Plain"] | Mapping[str, "Plain"]
@@ -121,8 +121,7 @@ def places_of_difference(of_ranks: Mapping[str, str]) -> dict[str, str]:
     return places
 
 
-# Parsed JSON has no types.
-def _first_difference(kind: str, one: Any, other: Any) -> tuple[str, str] | None:
+def _first_difference(kind: str, one: Json, other: Json) -> tuple[str, str] | None:
     """Return the first position or slice in which two layouts or masks differ, and its values."""
     if one == other:
         return None
@@ -142,7 +141,7 @@ def _first_difference(kind: str, one: Any, other: Any) -> tuple[str, str] | None
     return f"position {position} is {of_one}", of_other
 
 
-def _holders(layout: Any) -> torch.Tensor:
+def _holders(layout: Json) -> torch.Tensor:
     """Return (2, seqlen): the rank that holds each position, and its row there."""
     ends = [start + (length - 1) * stride + 1 for runs in layout for start, length, stride in runs]
     holders = torch.full((2, max(ends, default=0)), -1)
@@ -161,8 +160,7 @@ def _place(place: Sequence[int]) -> str:
     return "on no rank" if rank < 0 else f"row {row} of the group's rank {rank}"
 
 
-# Parsed JSON has no types.
-def _shown_slice(numbers: Any) -> str:
+def _shown_slice(numbers: Json) -> str:
     return "missing" if numbers is None else str(Slice._make(numbers))
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ring_attn.core.dense import of_block_mask, of_blocks, of_dense, of_entry
+from ring_attn.core.dense import BlockMask, of_block_mask, of_blocks, of_dense, of_entry
 from ring_attn.core.mask import Mask, Slice, check_number_of_slices
 from ring_attn.values.checks import as_int, as_tuple, check_one_of, check_type
 
@@ -289,9 +289,8 @@ def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
     return Mask.of_disjoint(seqlen, seqlen, slices, f"causal, window {left} and the first {sinks}")
 
 
-# `Any`: a `BlockMask`, whose module loads the compiler when it is imported.
 def blocks(
-    mask: Tensor | Any,
+    mask: Tensor | BlockMask,
     block_size: int | tuple[int, int] = 128,
     seqlen_q: int | None = None,
     seqlen_k: int | None = None,
@@ -343,8 +342,7 @@ def blocks(
     return Mask.of_disjoint(num_queries, num_keys, slices, words)
 
 
-# `Any`: a `BlockMask`, whose module loads the compiler when it is imported.
-def each_of_blocks(mask: Any) -> list[list[Mask]]:
+def each_of_blocks(mask: BlockMask) -> list[list[Mask]]:
     """Return the masks of a `BlockMask` that differ by batch entry or head, for `ring_attention`.
 
     Args:

@@ -10,7 +10,7 @@ rounded once, at the end. Two states merge by rescaling both to the greater maxi
     m' = max(m, m2)      l' = l exp(m - m') + l2 exp(m2 - m')      (acc likewise)
 
 Both exponents are at most 0, so a gap of 1e4 underflows to weight 0 and never overflows. An empty
-set is (0, -inf, 0) and gives `out = 0`, `lse = -inf`. Any finished (out, lse) is the state
+set is (0, -inf, 0) and gives `out = 0`, `lse = -inf`. A finished (out, lse) is the state
 (out, lse, 1), and a sink, a logit without a value, is (0, sink, 1). (Milakov and Gimelshein,
 arXiv 1805.02867; ring use: arXiv 2310.01889.)
 """

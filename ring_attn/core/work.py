@@ -31,8 +31,8 @@ from ring_attn.core.tiles import Displacement, Grid, Side, Sizes, check_fit, rin
 # Stands for "no row" under a minimum: larger than any row.
 NO_ROW = torch.iinfo(torch.int32).max
 
-# An index of (P, P) tables: slices of ranks, tensors of ranks, or `...`. Any: torch's indices have
-# a private type.
+# An index of (P, P) tables: slices of ranks, tensors of ranks, or `...`. The type of
+# indices is private to torch.
 Pairs = Any
 
 # Pairs computed at a time: with all intermediate results they fit into a CPU core's cache, and are

@@ -261,7 +261,7 @@ def named_function(
     names = [parameter.name for parameter in (*required, *options)]
 
     # Signature.bind does the same, but takes 20 us longer at every call. The arguments have the
-    # types of the signature below, which a type checker does not see, hence Any.
+    # types of the signature below, which a type checker does not see.
     def function(*args: Any, **kwargs: Any) -> Result:
         given = dict(zip(names, args, strict=False))
         for each in names[len(args) :]:

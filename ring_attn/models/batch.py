@@ -45,7 +45,8 @@ WHOLE = (
 )
 
 
-# More than 60 lines, most of them documentation.
+# More than 60 lines, most of them documentation. The values of a batch have the types that the
+# user's model takes.
 def shard_batch(
     batch: Mapping[str, Any],
     layout: SequenceLayout,
@@ -151,7 +152,7 @@ def shard_batch(
 
 
 def _sequence_dims(
-    batch: Mapping[str, Any], dim: int, dims: Mapping[str, int | None]
+    batch: Mapping[str, object], dim: int, dims: Mapping[str, int | None]
 ) -> dict[str, int]:
     """Return the sequence dims of the tensors to shard, by name."""
     unknown = sorted(dims.keys() - batch.keys())
@@ -190,7 +191,7 @@ def _check_mask(mask: object, seqlen: int, dim: int) -> None:
         )
 
 
-def _documents_of_positions(batch: Mapping[str, Any]) -> list[int] | None:
+def _documents_of_positions(batch: Mapping[str, object]) -> list[int] | None:
     """Return the boundaries of documents that one row of position_ids describes; None without.
 
     The rule is that of FlashAttention's path in transformers. Positions of padded rows restart at

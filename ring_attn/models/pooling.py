@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.torch_private import Context
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import reporting
@@ -97,19 +98,18 @@ def weighted_sum(x: Tensor, weights: Tensor, group: dist.ProcessGroup) -> Tensor
     return total.to(x.dtype)
 
 
-# `Any`: torch gives the context of autograd no types.
 class _SumOfRanks(torch.autograd.Function):
     """The sum of the ranks' tensors; the gradient is the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -119,12 +119,12 @@ class _OfOneRank(torch.autograd.Function):
     """The same values, whose gradient is divided by a number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, world_size: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, world_size: int) -> Tensor:
         ctx.world_size = world_size
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / ctx.world_size, None
 
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,11 @@ class Place(NamedTuple):
     group: dist.ProcessGroup
 
 
+# What functions of other packages take and return, and transformers' layers: mypy skips these.
+Value: TypeAlias = Any
+
 # A function or forward of another package; its parameters and results differ from each other's.
-Function = Callable[..., Any]
+Function = Callable[..., Value]
 
 # The version for a sharded sequence: (the function, the place, its arguments) -> its result for
 # this rank's rows.
@@ -437,7 +440,7 @@ def _mamba1(
 def _lightning(
     forward: Function,
     place: Place,
-    layer: Any,  # transformers' MiniMaxLightningAttention, which is not typed
+    layer: Value,  # transformers' MiniMaxLightningAttention
     hidden_states: Tensor,
     *_: object,
     **__: object,
@@ -466,8 +469,7 @@ def _lightning(
     return layer.out_proj(gate * layer.norm(merged)), None
 
 
-# A kernel's options have the types of its package, so their values are Any.
-def _given(options: Mapping[str, object]) -> dict[str, Any]:
+def _given(options: Mapping[str, object]) -> dict[str, Value]:
     """Return the options that are not None; refuse rows and states, which a piece does not have."""
     given = {name: value for name, value in options.items() if value is not None}
     refused = sorted(NOT_SPLIT & given.keys())

@@ -5,15 +5,13 @@
 
 Both take this rank's shards, plain tensors (batch, nheads, rows, headdim), and support `is_causal`,
 `scale` and `enable_gqa`, but not `attn_mask` and `dropout_p`.
-
-`Any` stands for the arguments of torch's functions here: a mode gets the calls of all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any, Unpack, cast
+from typing import Any, TypeAlias, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +23,9 @@ from ring_attn.call import SdpaOptions
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.torch_private import native_sdpa
 from ring_attn.values.checks import check_tensor
+
+# An argument of a function of torch; a function mode gets the calls of all of them.
+Argument: TypeAlias = Any
 
 
 # More than 60 lines, most of them documentation.
@@ -134,7 +135,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
         super().__init__()
         self.options = options
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self, *args: Argument, **kwargs: Argument) -> Tensor:
         """Compute a call of F.scaled_dot_product_attention; subclasses override this method."""
         return sdpa_attention(*args, **{**kwargs, **self.options})
 

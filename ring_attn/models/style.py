@@ -21,8 +21,6 @@ multiples of the number of ranks, and the layout must be "contiguous".
 
 (The modes by degree, the Q exchange and the choice of dims follow hyper-parallel's context
 parallelism of attention modules; the ring is new here. Ulysses: arXiv 2309.14509.)
-
-`Any` stands for the results of a module's forward, and for the arguments of torch's attention.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,7 +49,7 @@ from ring_attn.checks import attention as checks
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
-from ring_attn.models.sdpa import route_sdpa, sdpa_attention
+from ring_attn.models.sdpa import Argument, route_sdpa, sdpa_attention
 from ring_attn.torch_private import tree_leaves, tree_map_only
 from ring_attn.transport import groups
 from ring_attn.transport.options import TransportOptions
@@ -66,7 +64,7 @@ Replacement = MathOptions | Callable[[nn.Module], MathOptions]
 _SDPA_DIMS = Dims(seq=2, head=1)
 
 # A module's forward: its parameters and its result differ from module to module.
-Forward = Callable[..., Any]
+Forward = Callable[..., object]
 
 # What replaces a forward: (the module, its forward, positional arguments, keywords) -> the result.
 Run = Callable[[nn.Module, Forward, tuple[object, ...], dict[str, object]], object]
@@ -454,8 +452,8 @@ class _ParallelAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        *args: Argument,
+        **kwargs: Argument,
     ) -> Tensor:
         """Compute attention over the whole sequence for this rank's rows in a layout.
 
@@ -483,7 +481,7 @@ class _Routed(route_sdpa):
         super().__init__()
         self.attention, self.layout, self.calls = attention, layout, calls
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self, *args: Argument, **kwargs: Argument) -> Tensor:
         self.calls.append(None)
         return self.attention.sdpa(self.layout, *args, **kwargs)
 

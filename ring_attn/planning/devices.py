@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from ring_attn.machines.cluster import Cluster as Cluster  # the type of what th
 from ring_attn.machines.cluster import Device, Host, Link
 from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_one_of
-from ring_attn.values.outside import env_int, regular_file
+from ring_attn.values.outside import Json, env_int, regular_file
 
 GB = 1e9
 
@@ -204,12 +203,12 @@ def load_cluster(path: Path | str) -> Cluster:
     """
     try:
         content = json.loads(regular_file(path).read_text(encoding="utf-8"))["cluster"]
-        # Any: JSON has no types. Wrong ones raise the errors below.
-        device: dict[str, Any] = {
+        # Wrong types raise the errors below.
+        device: dict[str, Json] = {
             name: Rate(**value) if value and name.endswith("ward") else value
             for name, value in content["device"].items()
         }
-        parts: dict[str, Any] = {
+        parts: dict[str, Json] = {
             "device": Device(**device),
             "inside": Link(**content["inside"]),
             "between": Link(**content["between"]),

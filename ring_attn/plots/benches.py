@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ring_attn.planning.choice import format_seconds
 from ring_attn.plots.style import (
@@ -14,12 +14,13 @@ from ring_attn.plots.style import (
     owner_colour,
     settings,
 )
+from ring_attn.values.outside import Json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A report or a row of it. Any: JSON has no types.
-Json: TypeAlias = Mapping[str, Any]
+# A report, or a row of it.
+Row: TypeAlias = Mapping[str, Json]
 
 # What names an implementation in a report, and in a picture.
 NAMES = {"ours": "ring_attn", "dense": "dense", "torch-template": "torch template"}
@@ -68,7 +69,7 @@ class Line(NamedTuple):
     case: str
 
 
-def bench(report: Json, *, theme: str = "light") -> Figure:
+def bench(report: Row, *, theme: str = "light") -> Figure:
     """Draw the results of `ring-attn bench`: times of implementations, or rates by size.
 
     Rates are drawn if the rows have several lengths, messages, batches or numbers of ranks.
@@ -100,7 +101,7 @@ def bench(report: Json, *, theme: str = "light") -> Figure:
     return _times(rows[:MAX_BARS], theme)
 
 
-def measured(report: Json) -> list[Json]:
+def measured(report: Row) -> list[Row]:
     """Return the rows of a report that have a time."""
     found = report.get("rows")
     return [
@@ -110,25 +111,25 @@ def measured(report: Json) -> list[Json]:
     ]
 
 
-def _has_several(rows: Sequence[Json], name: str) -> bool:
+def _has_several(rows: Sequence[Row], name: str) -> bool:
     """Return whether an entry has several values; "-" stands for none."""
     return len({str(row[name]) for row in rows if row.get(name) not in (None, "-")}) > 1
 
 
-def _follows(rows: Sequence[Mapping[str, Any]], name: str, size: str) -> bool:
+def _follows(rows: Sequence[Row], name: str, size: str) -> bool:
     """Return whether an entry follows from the size, as the batch does from the length."""
     pairs = {(row[size], str(row.get(name))) for row in rows}
     return len(pairs) == len({row[size] for row in rows})
 
 
-def _modes(rows: Sequence[Json]) -> dict[str, str]:
+def _modes(rows: Sequence[Row]) -> dict[str, str]:
     """Return the titles of the modes of the rows; operations are their own titles."""
     found = [*MODES, *dict.fromkeys(row["mode"] for row in rows)]
     present = {row["mode"] for row in rows}
     return {mode: MODES.get(mode, mode) for mode in dict.fromkeys(found) if mode in present}
 
 
-def _times(rows: Sequence[Json], theme: str) -> Figure:
+def _times(rows: Sequence[Row], theme: str) -> Figure:
     """Draw a bar for each implementation in each mode, with the spread of the repetitions."""
     modes = _modes(rows)
     by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in modes}
@@ -169,19 +170,19 @@ def _times(rows: Sequence[Json], theme: str) -> Figure:
     return figure
 
 
-def _label(row: Json, differing: Sequence[str]) -> str:
+def _label(row: Row, differing: Sequence[str]) -> str:
     """Return the name of a row, with what tells it apart."""
     name, case = _name(row), _case(row, differing)
     return f"{name}, {case}" if case else name
 
 
-def _name(row: Json) -> str:
+def _name(row: Row) -> str:
     """Return the name of a row's implementation in pictures."""
     implementation: str = row["impl"]
     return NAMES.get(implementation, implementation)
 
 
-def _case(row: Json, differing: Sequence[str]) -> str:
+def _case(row: Row, differing: Sequence[str]) -> str:
     """Return the values of entries in which rows differ: "ring, 8/2 x 64, causal, 4k"."""
     words = []
     if {"heads", "head_dim", "head_dim_v"} & {*differing}:
@@ -206,7 +207,7 @@ def _case(row: Json, differing: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def _heads(row: Json) -> str:
+def _heads(row: Row) -> str:
     """Return heads, kv heads and head dims of a row: "32/8 x 128"."""
     dims = str(row.get("head_dim"))
     if row.get("head_dim_v", row.get("head_dim")) != row.get("head_dim"):
@@ -222,7 +223,7 @@ def _short(size: int) -> str:
     return str(size)
 
 
-def _rates(rows: Sequence[Json], size: str, rate: str, theme: str) -> Figure:
+def _rates(rows: Sequence[Row], size: str, rate: str, theme: str) -> Figure:
     """Draw a rate by size, a line for each implementation and case."""
     differing = [
         name

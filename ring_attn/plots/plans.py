@@ -135,7 +135,7 @@ def plan(choice: Choice, *, theme: str = "light") -> Figure:
     heights = [_strategies_height(choice) + 0.3, timeline_height(timelines) + 0.4, MEMORY_HEIGHT]
     with settings(theme) as colours:
         figure = new_figure(sum(heights))
-        # Any: matplotlib's parameters have different types.
+        # The parameters of matplotlib have different types.
         heading: dict[str, Any] = {"weight": "bold", "size": FONT_SIZE, "x": 0.01, "ha": "left"}
         first, second, third = figure.subfigures(3, 1, squeeze=False, height_ratios=heights)[:, 0]
         first.suptitle("time of a call", **heading)

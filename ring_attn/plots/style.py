@@ -68,7 +68,7 @@ def settings(theme: str = "light") -> Iterator[Colours]:
     import matplotlib
 
     colours = THEMES[theme]
-    # Any: matplotlib's type of settings has each name.
+    # The settings of matplotlib have a type with each of their names.
     chosen: Any = {
         "axes.edgecolor": colours.line,
         "axes.facecolor": "none",

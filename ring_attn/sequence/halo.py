@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.profiling import observe
 from ring_attn.sequence.runs import runs_of
+from ring_attn.torch_private import Context, Untyped
 from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.cached import Cached
@@ -240,15 +241,14 @@ def _(
     return x.new_empty(rows, x.size(-1))
 
 
-# `Any`: torch gives the context of autograd and the inputs of operators no types.
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Context, inputs: tuple[Untyped, ...], output: Tensor) -> None:
     _, *place, back, shape = inputs
     ctx.place = place
     ctx.back = back
     ctx.shape = shape
 
 
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
     dx: Tensor = _halo(dout.contiguous(), *ctx.place, not ctx.back, ctx.shape)
     return (dx, None, None, None, None, None, None)
 

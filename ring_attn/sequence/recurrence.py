@@ -148,7 +148,7 @@ def linear_attention(
     group: Group = None,
     output_final_state: bool = False,
     float32: bool = True,
-    **options: Any,
+    **options: Any,  # of a kernel of another package
 ) -> tuple[Tensor, Tensor | None]:
     """Run linear attention of any kind on this rank's rows, by a kernel that takes a state.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.profiling import Direction, observe
 from ring_attn.sequence.runs import StateRound, StatesPlan, pieces_of, plan_states
+from ring_attn.torch_private import Context
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import open_p2p, reporting
@@ -30,9 +31,6 @@ class Maps(NamedTuple):
     matrix: bool = False
 
 
-# `Any` in autograd functions: torch gives their context no type.
-
-
 class StartStates(torch.autograd.Function):
     """Start states of this rank's runs, from decays (runs, *decay) and end states (runs, *state).
 
@@ -40,7 +38,7 @@ class StartStates(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, decay: Tensor, end: Tensor, maps: Maps) -> Tensor:
+    def forward(ctx: Context, decay: Tensor, end: Tensor, maps: Maps) -> Tensor:
         starts = entering("forward", decay, end, maps)
         ctx.save_for_backward(decay, starts)
         ctx.maps = maps
@@ -48,7 +46,7 @@ class StartStates(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dstarts: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dstarts: Tensor) -> tuple[Tensor | None, ...]:
         decay, starts = ctx.saved_tensors
         dends = entering("backward", decay, dstarts, ctx.maps)
         # This is not the gradient of a run in which a document starts, but the decay of such a run
@@ -68,7 +66,7 @@ class WithEndGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, ends: Tensor, decay: Tensor, maps: Maps, *reads: Tensor
+        ctx: Context, out: Tensor, ends: Tensor, decay: Tensor, maps: Maps, *reads: Tensor
     ) -> Tensor:
         ctx.save_for_backward(decay, *reads)
         ctx.maps = maps
@@ -76,7 +74,7 @@ class WithEndGradients(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
         decay, *reads = ctx.saved_tensors
         maps: Maps = ctx.maps
         runs = pieces_of(maps.layout, dist.get_rank(maps.group), maps.cuts)

@@ -192,7 +192,7 @@ START_METHOD = "spawn"  # a forked process cannot use CUDA
 
 
 def _launch(work: bytes, nproc: int, threads: int, timeout: float | None) -> list[Any]:
-    """Start ranks, and return their results. Any: pickle has no types.
+    """Start ranks, and return their results. Pickle has no types.
 
     `work` is the pickled function with its arguments.
     """
@@ -292,7 +292,7 @@ def map_in_processes(
                 left.pop(0)
                 yield result
         except BrokenProcessPool:
-            # Any of the items may have ended its process: the next one is tried by itself.
+            # Each of the items may have ended its process: the next one is tried by itself.
             if jobs == 1 and len(left) == 1:
                 yield lost(left.pop())
             else:

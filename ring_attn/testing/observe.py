@@ -13,7 +13,7 @@ import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -38,15 +38,18 @@ OBSERVED = (F.embedding, F.cross_entropy, F.scaled_dot_product_attention, F.drop
 # The target that does not count, in records and changes.
 IGNORED = -100
 
-# How one run on one rank differs from the step as it is written. Any: keys and values
-# have the types that this list shows.
+# An argument or a result of a function or module of torch, or a part of a `Change`.
+Value: TypeAlias = Any
+
+# How one run on one rank differs from the step as it is written. Keys and values have the types
+# that this list shows.
 #   "noise"           the seed of random roundings of every result
 #   forward, name     the "tokens", "positions" or "targets" that replace those of this forward
 #   forward, i        a factor of the i-th cross-entropy of this forward
 #   "seen"            (rows, rows), the keys that each query sees, which replaces attention's mask
 #   "gradients"       the gradients of an outcome, which replace those of the step
 #   "no dropout"      True: dropout changes nothing
-Change = Mapping[tuple[Any, ...], Any]
+Change = Mapping[tuple[Value, ...], Value]
 
 
 @dataclass(eq=False)
@@ -133,7 +136,7 @@ def run_step(
 
 
 class _Observer(TorchFunctionMode):
-    """Records a step while it runs. Any: the functions and modules of torch take any arguments."""
+    """Records a step while it runs."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()
@@ -198,8 +201,8 @@ class _Observer(TorchFunctionMode):
         self.recorded -= {id(parameter) for parameter in parameters}
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Value, types: object, args: Value = (), kwargs: Value = None
+    ) -> Value:
         kwargs = kwargs or {}
         if func in (Tensor.backward, torch.autograd.backward):
             self.ended = self.backward = True
@@ -211,7 +214,7 @@ class _Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         return getattr(self, f"_{func.__name__}")(*args, **kwargs)
 
-    def _fed(self, name: str, x: Any) -> Any:
+    def _fed(self, name: str, x: Value) -> Value:
         """Record an input at its first use in a forward; return it, or its replacement."""
         if not isinstance(x, Tensor):
             return x
@@ -230,7 +233,7 @@ class _Observer(TorchFunctionMode):
                 return part.reshape(x.shape).to(x.dtype)
         return x
 
-    def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _embedding(self, input: Tensor, weight: Tensor, *args: Value, **kwargs: Value) -> Tensor:
         begins = self.ended and not self.backward
         first_tokens = None if begins else self.forwards[-1].fed.get("tokens")
         # Other embeddings of the same forward, as of token types, are not recorded.
@@ -238,7 +241,7 @@ class _Observer(TorchFunctionMode):
             input = self._fed("tokens", input)
         return F.embedding(input, weight, *args, **kwargs)
 
-    def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _cross_entropy(self, *args: Value, **kwargs: Value) -> Tensor:
         bound = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
         bound.apply_defaults()
         target, ignored = bound.arguments["target"], bound.arguments["ignore_index"]
@@ -274,7 +277,7 @@ class _Observer(TorchFunctionMode):
         mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **kwargs: Any,
+        **kwargs: Value,
     ) -> Tensor:
         mask = kwargs.pop("attn_mask", mask)
         self.has_dropout |= dropout_p > 0
@@ -317,7 +320,7 @@ class _Observer(TorchFunctionMode):
         self._record(trained.values())
         # The first gradient of each parameter is the last in the reversed order.
         first = {id(parameter): grad for parameter, grad in reversed(self.gradients)}
-        results: dict[str, Any] = dict(zip(("loss", "evaluation loss"), losses, strict=False))
+        results: dict[str, Value] = dict(zip(("loss", "evaluation loss"), losses, strict=False))
         for name, parameter in trained.items():
             results[f"gradient of {name}"] = first[id(parameter)]
         for name, parameter in trained.items():
@@ -330,12 +333,12 @@ class _Observer(TorchFunctionMode):
         )
 
 
-def _local(x: Any) -> Tensor:
+def _local(x: Value) -> Tensor:
     """Return a tensor, or the local shard of a DTensor."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _whole(x: Any) -> Tensor:
+def _whole(x: Value) -> Tensor:
     """Return a number, a tensor or a whole DTensor as a tensor on the CPU."""
     whole = x.full_tensor() if hasattr(x, "full_tensor") else torch.as_tensor(x)
     return whole.detach().clone().cpu()

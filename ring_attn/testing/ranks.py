@@ -37,8 +37,8 @@ from ring_attn.transport.p2p import open_p2p
 # A rank waits this many seconds for another rank.
 TRANSPORT = TransportOptions(timeout=60.0)
 
-# Calls `run_rank` with the same arguments on every rank of a process group; results by rank. Any:
-# it may be a function that launches any other function, such as `run_ranks` with its options.
+# Calls `run_rank` with the same arguments on every rank of a process group; results by rank.
+# It may be a function that launches any other function, such as `run_ranks` with its options.
 Launcher = Callable[..., Sequence[Any]]
 
 

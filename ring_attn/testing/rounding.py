@@ -28,18 +28,18 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.oracle import Verdict, distance, largest
-from ring_attn.torch_private import TorchDispatchMode
+from ring_attn.torch_private import TorchDispatchMode, Untyped
 
 T = TypeVar("T")
 
-# Arguments of an operator of torch. Any: they have any types, as have operators and results.
-Values: TypeAlias = tuple[Any, ...]
+# The arguments of an operator of torch.
+Values: TypeAlias = tuple[Untyped, ...]
 
 aten = torch.ops.aten
 
@@ -122,8 +122,8 @@ class RandomRounding(TorchDispatchMode):
         self._drawn: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Values = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Untyped, types: object, args: Values = (), kwargs: Untyped = None
+    ) -> Untyped:
         if func in MATRIX_PRODUCTS:
             args = self._in_another_order(args)
         out = func(*args, **(kwargs or {}))
@@ -169,14 +169,14 @@ def _is_exact(x: Tensor) -> Tensor:
 
 
 @cache
-def _makes_new_results(func: Any) -> bool:
+def _makes_new_results(func: Untyped) -> bool:
     """Return whether an operator neither changes its inputs nor returns views of them."""
     schema = func._schema
     aliases = any(x.alias_info for x in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and not aliases
 
 
-def _rounds(func: Any, args: Values, out: Any) -> bool:
+def _rounds(func: Untyped, args: Values, out: Untyped) -> bool:
     """Return whether an operator rounds its results."""
     if func is aten._to_copy.default:  # rounds if the new dtype has fewer bits
         return eps_of(out) > eps_of(args[0])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
+
+# A config, a model, its class, or an option of `from_pretrained`: mypy skips transformers.
+Model: TypeAlias = Any
 
 # Numbers of a config that are at most so large.
 MAX_SIZES = {
@@ -24,8 +27,7 @@ MAX_SIZES = {
 NUM_HEADS = 4
 
 
-# Configs and models of transformers have no types here.
-def shrunk(config: Any) -> Any:
+def shrunk(config: Model) -> Model:
     """Return a config with 2 layers and 4 heads; the vocabulary and the kinds of layers stay.
 
     Raises:
@@ -60,12 +62,14 @@ def tiny_models() -> Iterator[None]:
     base = transformers.PreTrainedModel
     make = base._from_config.__func__
 
-    def from_config(cls: Any, config: Any, **options: Any) -> Any:
+    def from_config(cls: Model, config: Model, **options: object) -> Model:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same weights on every rank
             return make(cls, shrunk(config), **options)
 
-    def from_pretrained(cls: Any, path: Any, *_: Any, config: Any = None, **options: Any) -> Any:
+    def from_pretrained(
+        cls: Model, path: object, *_: object, config: Model = None, **options: object
+    ) -> Model:
         config = config or cls.config_class.from_pretrained(path)
         kept = {name: options[name] for name in ("dtype", "attn_implementation") if name in options}
         if kept.get("dtype") == "auto":

@@ -154,7 +154,7 @@ class Transport:
         self.stats = stats or TransportStats()
         self._members = self.global_ranks = members
         self._subs: dict[Ranks, Transport] = {}  # without this transport itself
-        self._pending: dict[Channel, Any] = {}  # Any: a transport's own record of an exchange
+        self._pending: dict[Channel, Any] = {}  # a transport's own record of an exchange
 
     @contextmanager
     def call(

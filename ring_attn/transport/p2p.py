@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ring_attn.core.facts import Facts, places_of_difference
 from ring_attn.core.program import Channel, Collective, Hop
-from ring_attn.torch_private import coalesced, group_timeout
+from ring_attn.torch_private import Untyped, coalesced, group_timeout
 from ring_attn.transport import capture, groups, streams
 from ring_attn.transport.base import (
     After,
@@ -337,8 +337,7 @@ class P2PTransport(Transport):
             is_first=marks or row is not None,
         )
 
-    # `Any`: torch's class of gloo has no types.
-    def _send_tagged(self, gloo: Any, batch: Batch) -> list[Started]:
+    def _send_tagged(self, gloo: Untyped, batch: Batch) -> list[Started]:
         call = self._shared.calls.current
         assert call is not None, "a call has begun"
         seed, works = call.seed ^ self._scope, list[Started]()
@@ -363,7 +362,7 @@ class P2PTransport(Transport):
         headers, nccl = self._shared.calls.headers, channel.communicator
         # Each rank sends a chunk to, and receives one from, each other rank.
         sent = received = (self.world_size - 1) * min(send.nbytes, recv.nbytes)
-        operation: tuple[Any, ...]  # torch's classes of NCCL have no types
+        operation: tuple[Untyped, ...]
         if route.op == "all_gather":
             operation = nccl._allgather_base, recv, send
         elif route.op == "reduce_scatter":

@@ -51,7 +51,7 @@ def _check_range(name: str, value: int, least: int | None) -> None:
         raise ValueError(f"{name} must fit 64 bits, got {value}")
 
 
-# Any: the elements have the type that the caller expects, and checks.
+# The elements have the type that the caller expects, and checks.
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
     """Return the elements of a sequence; refuse text."""
     if isinstance(value, Tensor) and (value.is_nested or value.ndim == 0):

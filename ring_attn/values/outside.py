@@ -6,6 +6,10 @@ import os
 import stat
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeAlias
+
+# A value of JSON, which has no types: the code that reads one checks what it needs.
+Json: TypeAlias = Any
 
 # Kinds of files in which pictures are written.
 PICTURES = (".svg", ".png")

@@ -10,8 +10,8 @@ the numbers of its queries and keys:
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.integrations.diffusers.plans import Plan
-from ring_attn.models.sdpa import as_autocast, route_sdpa
+from ring_attn.models.sdpa import Argument, as_autocast, route_sdpa
 
 AnyLayout = SequenceLayout | JointLayout
 
@@ -94,7 +94,7 @@ class BlockAttention(route_sdpa):
             )
         return joint_layout(num_text, self.video, first=self.plan.text == "first")
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self, *args: Argument, **kwargs: Argument) -> Tensor:
         """Compute a call of F.scaled_dot_product_attention."""
         if self.is_cross:
             # This rank has all keys, and its own queries.
@@ -143,8 +143,10 @@ class BlockAttention(route_sdpa):
 
 # -- masks of keys, such as padding of text
 
-# attn_mask -> {(layout of the keys, number of queries): masks}. Any: torch's class has no types.
-_masks: Any = WeakTensorKeyDictionary()
+# attn_mask -> {(layout of the keys, number of queries): masks}.
+_masks: MutableMapping[Tensor, dict[tuple[AnyLayout, int, int], list[Mask] | None]] = (
+    WeakTensorKeyDictionary()
+)
 
 
 def key_masks(attn_mask: Tensor, layout: AnyLayout, rank: int, seqlen_q: int) -> list[Mask] | None:
@@ -164,8 +166,7 @@ def key_masks(attn_mask: Tensor, layout: AnyLayout, rank: int, seqlen_q: int) ->
     found = (layout, seqlen_q, attn_mask._version)
     if found not in cached:
         cached[found] = _key_masks(attn_mask, layout, rank, seqlen_q)
-    masks: list[Mask] | None = cached[found]
-    return masks
+    return cached[found]
 
 
 def _key_masks(attn_mask: Tensor, layout: AnyLayout, rank: int, seqlen_q: int) -> list[Mask] | None:

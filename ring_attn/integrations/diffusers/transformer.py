@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,17 @@ from ring_attn.core.names import LAYOUTS
 from ring_attn.integrations.diffusers.attention import BlockAttention, joint_layout
 from ring_attn.integrations.diffusers.plans import PLANS, Plan, Rows
 from ring_attn.models.batch import unshard
+from ring_attn.torch_private import Context
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import check_one_of, check_type
 
-# The forward of a module. Any: modules have arguments and results of all types.
-Forward = Callable[..., Any]
+# The forward of a module.
+Forward = Callable[..., object]
+
+# An argument of a block: a tensor, or any class of tuples or lists of tensors.
+Value: TypeAlias = Any
 
 
 def parallelize(
@@ -46,7 +50,7 @@ def parallelize(
 
     Every rank then calls the transformer, or a pipeline with it, with the same whole arguments as
     one process, and gets the same whole output. Inside of the blocks, a rank has its own rows of
-    the video and all rows of the text. Any length and any number of ranks works.
+    the video and all rows of the text. Every length and every number of ranks works.
 
     Gradients of parameters are shares: each rank differentiates the same loss of the whole output,
     and their sum over the ranks is the gradient (`sync_gradients(transformer, group)`).
@@ -157,13 +161,13 @@ class Parallelized:
         while self._restored:
             self._restored.pop()()
 
-    def _wrap(self, module: nn.Module, around: Callable[..., Any]) -> None:
+    def _wrap(self, module: nn.Module, around: Forward) -> None:
         """Replace a module's forward by `around(module, forward, *args, **kwargs)`."""
         forward: Forward = module.forward
         is_own = "forward" in vars(module)  # such as a wrapper of another package
 
         @wraps(forward)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: object, **kwargs: object) -> object:
             return around(module, forward, *args, **kwargs)
 
         def restore() -> None:
@@ -179,14 +183,20 @@ class Parallelized:
 
     # -- around modules
 
-    def _in_block(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _in_block(
+        self, block: nn.Module, forward: Forward, *args: object, **kwargs: object
+    ) -> object:
         """Run a block on this rank's rows."""
         with reporting(self._group):  # an error of one rank becomes one of all ranks
             return self._run_block(block, forward, args, kwargs)
 
     def _run_block(
-        self, block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self,
+        block: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         bound = inspect.signature(forward).bind(*args, **kwargs)
         given = bound.arguments
         attention = self._attention
@@ -212,17 +222,19 @@ class Parallelized:
         return result
 
     def _in_cross_attention(
-        self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, module: nn.Module, forward: Forward, *args: object, **kwargs: object
+    ) -> object:
         """Run a module whose keys every rank holds."""
         with _set(self._attention, is_cross=True):
             return forward(*args, **kwargs)
 
-    def _gathered(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _gathered(
+        self, module: nn.Module, forward: Forward, *args: object, **kwargs: object
+    ) -> Tensor:
         """Run the output module on this rank's rows, and return the rows of all ranks."""
         return _Gather.apply(forward(*args, **kwargs), self._attention.video, self._group)
 
-    def _own_rows(self, value: Any, rows: Rows) -> Any:
+    def _own_rows(self, value: Value, rows: Rows) -> Value:
         """Return this rank's rows of an argument of a block."""
         if isinstance(value, Tensor):
             video = self._attention.video
@@ -242,13 +254,15 @@ class _Gather(torch.autograd.Function):
     """Gather the rows of all ranks; the gradient of own rows is that of the whole output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.layout = layout
         ctx.rank = dist.get_rank(group)
         return unshard(x, layout, group=group)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.layout.shard(dout, ctx.rank), None, None
 
 

@@ -25,8 +25,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.strategy import Strategy
-from ring_attn.integrations.transformers.models import Keywords, registered, watch_models
+from ring_attn.integrations.transformers.models import registered, watch_models
 from ring_attn.integrations.transformers.registration import Registration, transformers_package
+from ring_attn.integrations.transformers.untyped import Keywords
 from ring_attn.models.recurrent import Place
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group

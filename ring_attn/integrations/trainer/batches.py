@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attn.integrations.transformers.masks import IGNORED, real_tokens, tokens_of
-from ring_attn.integrations.transformers.models import Keywords
+from ring_attn.integrations.transformers.untyped import Keywords, Value
 from ring_attn.transport.ranks.identity import checksum
 
 # Tensors (batch, rows, ...) to shard over the ranks.
@@ -30,7 +30,7 @@ class Documents(NamedTuple):
     """
 
     rows: dict[str, Tensor]
-    others: dict[str, Any]  # values of any type
+    others: dict[str, Value]
     kept: Tensor
 
     def batch(self, x: Tensor) -> Tensor:

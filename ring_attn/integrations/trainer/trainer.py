@@ -1,7 +1,4 @@
-"""A subclass of a Trainer whose steps shard each sequence over the ranks of a group.
-
-mypy skips transformers, so `Any` stands for its classes: `HFTrainer` and `Model`.
-"""
+"""A subclass of a Trainer whose steps shard each sequence over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -22,19 +19,19 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.trainer.batches import as_documents, fingerprint, num_targets
 from ring_attn.integrations.transformers.cache import LAYOUT
 from ring_attn.integrations.transformers.masks import tokens_of
-from ring_attn.integrations.transformers.models import Keywords, Model
 from ring_attn.integrations.transformers.registration import Registration
+from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
 from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.logprobs import whole_rows
 from ring_attn.transport import groups
 from ring_attn.transport.p2p import check_pending, reporting
 from ring_attn.transport.ranks.identity import set_step
 
-# A Trainer of transformers or TRL, or its class.
+# A Trainer of transformers or TRL, or its class; mypy skips these packages.
 HFTrainer: TypeAlias = Any
 
 # A function of a user, or of transformers, with its own parameters.
-Function = Callable[..., Any]
+Function = Callable[..., Value]
 
 # The trainers of TRL that have the loss of transformers, and their base.
 TRL = {"SFTTrainer", "_BaseTrainer"}
@@ -180,7 +177,7 @@ class _SplitSequence(_Base):
         inputs: Keywords,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
-    ) -> Any:  # the loss, or with `return_outputs` the loss and the model's outputs
+    ) -> Value:  # the loss, or with `return_outputs` the loss and the model's outputs
         """Compute the Trainer's loss of this rank's rows; `inputs` have all rows of the batch."""
         set_step(self.state.global_step)
         if num_items_in_batch is None:  # TRL's evaluation leaves it out
@@ -244,7 +241,7 @@ class _SplitSequence(_Base):
             self._preprocess = None
 
     # The results of a metric: tensors, tuples and lists of them.
-    def _gather_once(self, x: Any) -> Any:
+    def _gather_once(self, x: Value) -> Value:
         """Gather samples like accelerate's gather_for_metrics, but each group's samples once."""
         if isinstance(x, tuple | list):
             return type(x)(map(self._gather_once, x))
@@ -302,7 +299,7 @@ class _Ring:
         return _Ring(group, dist.get_rank(group), size, registered.layout, mesh)
 
     @contextmanager
-    def data_parallel(self, accelerator: Any) -> Iterator[None]:
+    def data_parallel(self, accelerator: Value) -> Iterator[None]:
         """Make accelerate's data loaders give each group its batches, if they are made inside."""
         state = accelerator.state
         original = state.device_mesh
@@ -327,7 +324,7 @@ class _Ring:
         """Return the layout of a batch that was converted to one sequence."""
         return SequenceLayout.from_name(self.layout, tokens_of(rows).size(1), self.size)
 
-    def shard(self, inputs: Keywords) -> dict[str, Any]:
+    def shard(self, inputs: Keywords) -> dict[str, Value]:
         """Return the keywords of the model for this rank's rows of a batch."""
         rows, others, _ = as_documents(inputs)
         seqlen, layout = tokens_of(rows).size(1), self.layout_of(rows)
@@ -341,7 +338,7 @@ class _Ring:
         return {**shard, **others, "labels": shard["shift_labels"], LAYOUT: layout}
 
     def whole_loss(
-        self, function: Function, inputs: Keywords, outputs: Any, _: object, **options: object
+        self, function: Function, inputs: Keywords, outputs: Value, _: object, **options: object
     ) -> Tensor:
         """Return this rank's share of a user's loss, which every rank computes of the whole batch.
 
@@ -356,7 +353,7 @@ class _Ring:
         return loss - loss.detach() * (1 - 1 / self.size)
 
     # Predictions are tensors, tuples and lists of them.
-    def predictions(self, found: Any, inputs: Keywords, preprocess: Function | None) -> Any:
+    def predictions(self, found: Value, inputs: Keywords, preprocess: Function | None) -> Value:
         """Gather the model's outputs of this rank's rows to the whole batch, (batch, columns, ...).
 
         `preprocess` is the Trainer's function of logits and labels, and gets this rank's rows.
@@ -367,7 +364,7 @@ class _Ring:
             labels = inputs["labels"][documents.kept].unsqueeze(0)  # (1, seqlen)
             found = preprocess(found, layout.shard(labels, self.rank))
 
-        def whole(x: Any) -> Any:
+        def whole(x: Value) -> Value:
             if isinstance(x, tuple | list):
                 return type(x)(map(whole, x))
             shape = tuple(getattr(x, "shape", ()))
@@ -383,9 +380,9 @@ class _Ring:
 
 
 @contextmanager
-def _outputs(model: Model) -> Iterator[list[Any]]:
+def _outputs(model: Model) -> Iterator[list[Value]]:
     """Collect the outputs of the model's forwards inside the context."""
-    outputs: list[Any] = []
+    outputs: list[Value] = []
     handle = model.register_forward_hook(lambda _model, _args, output: outputs.append(output))
     try:
         yield outputs

@@ -13,7 +13,7 @@ stopping criteria, processors and beams, sees the whole sequence on every rank.
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from ring_attn.core.layout import rank_of_last_row
 from ring_attn.integrations.transformers.cache_step import CacheStep
 from ring_attn.integrations.transformers.masks import tokens_of
-from ring_attn.integrations.transformers.models import Model, cache_of
+from ring_attn.integrations.transformers.models import cache_of
+from ring_attn.integrations.transformers.untyped import Cache, Model, Value
 from ring_attn.models.batch import unshard
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 
-# Positional arguments and keywords of a model's forward. Any: mypy skips transformers.
-Values: TypeAlias = tuple[Any, ...]
-Arguments: TypeAlias = dict[str, Any]
+# Positional arguments and keywords of a model's forward.
+Values: TypeAlias = tuple[Value, ...]
+Arguments: TypeAlias = dict[str, Value]
 
 # The keyword of a model's forward that passes a layout, or a cache's step, to the attention.
 LAYOUT = "sequence_layout"
@@ -47,7 +48,7 @@ NOT_WITH_CACHE = {
 }
 
 
-def make_cache(model: Model, *, group: Group, kind: str, block: int) -> Any:
+def make_cache(model: Model, *, group: Group, kind: str, block: int) -> Cache:
     """Make an empty cache, and hook the model; see `Registration.cache`.
 
     `kind` names the layout of prompts.
@@ -105,7 +106,7 @@ def _before(model: nn.Module, args: Values, kwargs: Arguments) -> tuple[Values, 
     return (), kwargs
 
 
-def _after(model: nn.Module, args: Values, kwargs: Arguments, output: Any) -> Any:
+def _after(model: nn.Module, args: Values, kwargs: Arguments, output: Value) -> Value:
     """Complete the logits, with the same bits on all ranks."""
     cache = cache_of(kwargs)
     if not _is_ring_cache(cache):
@@ -116,7 +117,7 @@ def _after(model: nn.Module, args: Values, kwargs: Arguments, output: Any) -> An
     return output
 
 
-def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
+def _completed(logits: Tensor, step: CacheStep, cache: Cache) -> Tensor:
     """Return the logits (batch, rows or fewer, vocab_size) of the requested rows.
 
     They are the same on every rank.

@@ -17,7 +17,7 @@ from functools import lru_cache
 from inspect import signature
 from itertools import pairwise
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ring_attn.checks import attention as checks
 from ring_attn.core import masks
 from ring_attn.core.mask import Mask
-from ring_attn.integrations.transformers.models import Config, Keywords
+from ring_attn.integrations.transformers.untyped import Config, Keywords
 
 # Functions of which transformers composes masks, and which causal, window_size, cu_seqlens and
 # chunks express. transformers considers positions that jump, as in zigzag, a packed sequence; the
@@ -151,8 +151,7 @@ def _parts(mask_function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
                 yield from _parts(part)
 
 
-# Any: a closure holds values of any type, functions, tuples of them, tensors.
-def _contents(function: FunctionType) -> list[Any]:
+def _contents(function: FunctionType) -> list[object]:
     """Return the values in a function's closure."""
     return [cell.cell_contents for cell in function.__closure__ or ()]
 
@@ -162,7 +161,7 @@ def _union_with_blocks(parts: list[tuple[str, FunctionType]]) -> _Union | None:
     unions = [function for name, function in parts if name == UNION]
     if len(unions) != 1:
         return None
-    members = _contents(unions[0])[0]
+    members = cast(tuple[FunctionType, ...], _contents(unions[0])[0])
     names = [[name for name, _ in _parts(member)] for member in members]
     if len(names) != 2:
         return None
@@ -171,7 +170,7 @@ def _union_with_blocks(parts: list[tuple[str, FunctionType]]) -> _Union | None:
         return None
     if [name for name, _ in parts].count(BLOCKS) != 1:
         return None
-    blocks = _contents(members[1])[0]
+    blocks = cast(Tensor, _contents(members[1])[0])
     return _Union(blocks, has_window="sliding_window_overlay" in first)
 
 

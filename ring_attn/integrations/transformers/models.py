@@ -13,10 +13,10 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers.pools import finish, install
 from ring_attn.integrations.transformers.probe import find_mixing, probing
+from ring_attn.integrations.transformers.untyped import Cache, Config, Keywords, Model, Value
 from ring_attn.models.recurrent import (
     Place,
     current,
@@ -36,14 +37,6 @@ from ring_attn.models.recurrent import (
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import reporting
-
-# A model, a layer or a config of transformers: mypy skips that package, and the attributes differ
-# from class to class.
-Model: TypeAlias = Any
-Config: TypeAlias = Any
-
-# Keywords of a model's or layer's forward: tensors, caches, flags, layouts.
-Keywords = Mapping[str, Any]
 
 # Types of layers in a config: with only a recurrence; with a recurrence; that mix no rows; with
 # attention.
@@ -338,7 +331,7 @@ def _check_parts(model: Model, ring: Registered) -> None:
 
 def _where(
     model: Model, rows: int
-) -> tuple[SequenceLayout, dist.ProcessGroup, dict[str, Any]] | None:
+) -> tuple[SequenceLayout, dist.ProcessGroup, dict[str, Value]] | None:
     """Return the layout and group of the forward under way, whose rows are pooled; see `pools`."""
     ring = registered.get(model.config._attn_implementation)
     if ring is None or probing.on or not _forward.depth or torch.compiler.is_compiling():
@@ -393,8 +386,7 @@ def _leave(layer: nn.Module, args: object, output: object) -> None:
     current.place = None
 
 
-# The classes of transformers' caches differ by version.
-def cache_of(given: Keywords) -> Any:
+def cache_of(given: Keywords) -> Cache:
     """Return the cache among the keywords of a model or layer, or None."""
     return next((given[name] for name in CACHES if given.get(name) is not None), None)
 

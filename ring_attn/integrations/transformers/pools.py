@@ -15,18 +15,24 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
 from ring_attn.models.pooling import share_of_gradient, weighted_sum
+
+Hook = TypeVar("Hook", bound=Callable[..., object])
+
+# Positional arguments and keywords of a part that pools.
+Inputs: TypeAlias = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
 # Returns the layout of a forward's rows, their group, and the keywords of the forward; None on one
 # rank, and outside of a forward.
-Where = Callable[[int], "tuple[SequenceLayout, dist.ProcessGroup, dict[str, Any]] | None"]
+Where = Callable[[int], "tuple[SequenceLayout, dist.ProcessGroup, Keywords] | None"]
 
 # Classes that pool row 0, if their code reads it.
 POOLERS = re.compile(r"(Pooler|ClassificationHead|PredictionHeadTransform)$")
@@ -68,7 +74,7 @@ def install(model: nn.Module, where: Where) -> bool:
     return True
 
 
-def finish(output: Any, world_size: int) -> Any:
+def finish(output: Value, world_size: int) -> Value:
     """Return the output of a model that pools, whose pooled values have a share of the gradient."""
     for name in POOLED:
         value = output.get(name) if hasattr(output, "get") else None
@@ -77,8 +83,8 @@ def finish(output: Any, world_size: int) -> Any:
     return output
 
 
-def _marked(hook: Any) -> Any:
-    hook.pools = True
+def _marked(hook: Hook) -> Hook:
+    hook.pools = True  # type: ignore[attr-defined]
     return hook
 
 
@@ -107,8 +113,8 @@ def _first_row(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> T
     return weighted_sum(x, weights, group).unsqueeze(1)
 
 
-def _with_first_row(where: Where) -> Any:
-    def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_first_row(where: Where) -> Callable[..., Inputs | None]:
+    def hook(part: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Inputs | None:
         name = next(iter(kwargs), None)
         x = args[0] if args else kwargs[str(name)]
         place = where(x.size(1))
@@ -123,8 +129,8 @@ def _with_first_row(where: Where) -> Any:
     return hook
 
 
-def _with_last_row(model: Any, where: Where) -> Any:
-    def hook(part: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
+def _with_last_row(model: Model, where: Where) -> Callable[..., Tensor | None]:
+    def hook(part: nn.Module, args: object, logits: Tensor) -> Tensor | None:
         place = where(logits.size(1))
         if place is None:
             return None
@@ -142,8 +148,8 @@ def _with_last_row(model: Any, where: Where) -> Any:
     return hook
 
 
-def _with_pooled_rows(how: str, where: Where) -> Any:
-    def hook(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _with_pooled_rows(how: str, where: Where) -> Callable[..., Value]:
+    def hook(base: nn.Module, args: object, output: Value) -> Value:
         x = output[0]
         place = where(x.size(1))
         if place is None:

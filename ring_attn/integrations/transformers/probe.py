@@ -15,11 +15,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
 from ring_attn.models.recurrent import current
 
 logger = logging.getLogger("ring_attn")
@@ -55,7 +56,7 @@ class Mixed(NamedTuple):
     others: tuple[int, ...]
 
 
-def find_mixing(model: Any, given: dict[str, Any], first: int, pools: bool) -> Mixed | None:
+def find_mixing(model: Model, given: Keywords, first: int, pools: bool) -> Mixed | None:
     """Return a part of the model that mixes rows; None if there is none.
 
     Args:
@@ -99,12 +100,12 @@ def _probe_mode(model: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def _inputs(model: Any, given: dict[str, Any], first: int) -> dict[str, Any]:
+def _inputs(model: Model, given: Keywords, first: int) -> dict[str, Value]:
     """Return the inputs of the probe, like those of the forward."""
     embedding = model.get_input_embeddings()
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    inputs: dict[str, Any] = {"use_cache": False}
+    inputs: dict[str, Value] = {"use_cache": False}
     if given.get("inputs_embeds") is not None:
         embeds = given["inputs_embeds"]
         drawn = torch.randn(1, ROWS, embeds.size(-1), generator=generator)
@@ -128,7 +129,7 @@ def _inputs(model: Any, given: dict[str, Any], first: int) -> dict[str, Any]:
     return {name: x for name, x in inputs.items() if takes_any or name in accepted}
 
 
-def _changed(model: Any, inputs: dict[str, Any], row: int) -> dict[str, Any]:
+def _changed(model: Model, inputs: dict[str, Value], row: int) -> dict[str, Value]:
     """Return the inputs with another token in a row."""
     changed = dict(inputs)
     if "inputs_embeds" in inputs:
@@ -152,13 +153,13 @@ class _Outputs(NamedTuple):
     parts: dict[str, Tensor]
 
 
-def _run(model: Any, inputs: dict[str, Any]) -> _Outputs:
+def _run(model: Model, inputs: dict[str, Value]) -> _Outputs:
     """Run the model's forward, without the hooks of the model itself."""
     parts: dict[str, Tensor] = {}
     handles = []
 
     def remember(name: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: object, output: Any) -> None:
+        def hook(part: nn.Module, args: object, output: object) -> None:
             x = output[0] if isinstance(output, (tuple, list)) and output else output
             if isinstance(x, Tensor) and x.is_floating_point() and x.shape[:2] == (1, ROWS):
                 parts[f"{name} ({type(part).__name__})"] = x

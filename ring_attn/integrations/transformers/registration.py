@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,6 @@ from ring_attn.integrations.transformers.masks import (
 )
 from ring_attn.integrations.transformers.models import (
     MAKE_POSITIONS,
-    Keywords,
-    Model,
     cache_of,
     causal_of,
     check_config,
@@ -45,6 +43,7 @@ from ring_attn.integrations.transformers.models import (
     window_of,
 )
 from ring_attn.integrations.transformers.probe import probing, values_of
+from ring_attn.integrations.transformers.untyped import Cache, Keywords, Model, Value
 from ring_attn.models.batch import from_document
 from ring_attn.models.recurrent import Place
 from ring_attn.models.sdpa import as_autocast
@@ -119,8 +118,7 @@ class Registration:
     def __exit__(self, *exception: object) -> None:
         self.unregister()
 
-    # Returns a transformers.Cache, which is not typed here.
-    def cache(self, model: Model, *, block: int = 256) -> Any:
+    def cache(self, model: Model, *, block: int = 256) -> Cache:
         """Make an empty KV cache, sharded over the ranks, for `model.generate` or its forward.
 
         Every rank passes the whole prompt. A rank computes and keeps its rows of the prompt in the
@@ -160,7 +158,7 @@ class Registration:
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
-        **kwargs: Any,  # keywords of the model's forward, which transformers passes on
+        **kwargs: Value,  # keywords of the model's forward, which transformers passes on
     ) -> tuple[Tensor, None]:
         """Compute attention; models call this function.
 
@@ -310,7 +308,7 @@ class Registration:
                 )
         return Place(step.chunk, given.get("cu_seq_lens_q"), group)
 
-    def mask(self, *args: Any, **kwargs: Any) -> BatchMask | None:
+    def mask(self, *args: Value, **kwargs: Value) -> BatchMask | None:
         """Return the mask of a forward; models call this function. See `read_mask`."""
         if probing.on:
             return None
@@ -502,8 +500,8 @@ def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
     return given
 
 
-# Any, because mypy cannot choose an overload of `tree_decode` by a TypedDict.
-def _for_decode(options: AttentionOptions) -> dict[str, Any]:
+# No TypedDict, because mypy cannot choose an overload of `tree_decode` by it.
+def _for_decode(options: AttentionOptions) -> dict[str, Value]:
     """Return the options that `tree_decode` has, too."""
     return {name: value for name, value in options.items() if name in DECODE_OPTIONS}
 

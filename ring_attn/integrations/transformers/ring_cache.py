@@ -6,8 +6,6 @@ functions.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +20,7 @@ from ring_attn.core.cache import next_rank
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers.cache_step import CacheStep
 from ring_attn.integrations.transformers.models import ALONE_TYPES, RECURRENT_TYPES
+from ring_attn.integrations.transformers.untyped import Value
 
 # Fewest new tokens per rank to split them: so every rank gets some, in zigzag two chunks.
 ROWS_PER_RANK = 2
@@ -89,8 +88,8 @@ class RingCache(Cache):
         key_states: Tensor,
         value_states: Tensor,
         layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        *args: Value,
+        **kwargs: Value,
     ) -> tuple[Tensor, Tensor]:
         """Append new rows if this rank keeps them; only in a forward of the cache's model."""
         self.under_way()
@@ -105,7 +104,7 @@ class RingCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Value
     ) -> Tensor:
         """Keep the rows before the next one; return the rows that a convolution needs.
 
@@ -135,7 +134,7 @@ class RingCache(Cache):
         """
         return self.num_seen + (new.size(0) if isinstance(new, Tensor) else new), 0
 
-    def crop(self, *args: Any) -> None:
+    def crop(self, *args: object) -> None:
         """Raise NotImplementedError, as several ranks would have to drop rows."""
         raise NotImplementedError(
             "a cache that is split over ranks cannot be cropped: assisted generation is not built"

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ring_attn.planning.model.architecture import (
     Architecture,
@@ -22,7 +21,7 @@ from ring_attn.planning.model.architecture import (
     Recurrence,
 )
 from ring_attn.planning.model.table import MODELS
-from ring_attn.values.outside import regular_file
+from ring_attn.values.outside import Json, regular_file
 
 # Types of layers by their names in configs.
 FULL = {"full_attention", "attention"}
@@ -57,7 +56,7 @@ class ModelConfig:
     """
 
     architecture: Architecture
-    values: Mapping[str, Any] = field(repr=False)
+    values: Mapping[str, Json] = field(repr=False)
 
 
 def read_model(name: str) -> ModelConfig:
@@ -86,7 +85,7 @@ def read_model(name: str) -> ModelConfig:
     return model_of(str(path), _text_config(path))
 
 
-def model_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
+def model_of(name: str, values: Mapping[str, Json]) -> ModelConfig:
     """Return the model of a config, with transformers' defaults for what the config leaves out.
 
     Raises:
@@ -95,7 +94,7 @@ def model_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(architecture_of(name, _completed(values)), values)
 
 
-def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _completed(values: Mapping[str, Json]) -> dict[str, Json]:
     """Return a config with transformers' defaults; as it is if transformers does not know it."""
     if find_spec("transformers") is None:
         return dict(values)
@@ -113,7 +112,7 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**config.to_dict(), "layer_types": types, **values}
 
 
-def _text_config(path: Path) -> dict[str, Any]:
+def _text_config(path: Path) -> dict[str, Json]:
     """Return the config in a file; of a model of images and text, the part about text."""
     try:
         values = json.loads(regular_file(path).read_text(encoding="utf-8"))
@@ -144,7 +143,7 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def architecture_of(name: str, values: Mapping[str, Any]) -> Architecture:
+def architecture_of(name: str, values: Mapping[str, Json]) -> Architecture:
     """Return the architecture of a config.
 
     Raises:
@@ -172,7 +171,7 @@ def architecture_of(name: str, values: Mapping[str, Any]) -> Architecture:
 class _Reader:
     """Sizes of a config, by the first of several keys that it has."""
 
-    def __init__(self, name: str, values: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, values: Mapping[str, Json]) -> None:
         self.name, self.values = name, values
 
     def optional(self, *keys: str) -> int | None:

@@ -105,7 +105,7 @@ class Job:
     weight_dtype: torch.dtype = torch.float32
     documents: tuple[int, ...] | None = None
     layout: str = "auto"
-    explained: Mapping[str, Any] = field(default_factory=dict)
+    explained: Mapping[str, Any] = field(default_factory=dict)  # each option has its own type
 
     @property
     def rows(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.planning.choice import format_seconds
@@ -205,7 +204,7 @@ def no_ranks_fit(job: Job) -> str:
     )
 
 
-def to_dict(plan: ModelPlan) -> dict[str, Any]:
+def to_dict(plan: ModelPlan) -> dict[str, object]:
     """Return the plan for JSON."""
     job, step = plan.job, plan.step
     return {

@@ -5,9 +5,9 @@ The sizes are those of the config.json that the authors published with the weigh
 
 from __future__ import annotations
 
-from typing import Any
+from ring_attn.values.outside import Json
 
-Config = dict[str, Any]
+Config = dict[str, Json]
 
 
 def _llama(hidden: int, width: int, layers: int, heads: int, **others: object) -> Config:

@@ -15,12 +15,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ring_attn.planning.model.config import quiet_transformers
 from ring_attn.planning.model.sizes import (
@@ -30,7 +31,8 @@ from ring_attn.planning.model.sizes import (
     LayerWeights,
     Weights,
 )
-from ring_attn.torch_private import TorchDispatchMode, tree_leaves
+from ring_attn.torch_private import Context, TorchDispatchMode, Untyped, tree_leaves
+from ring_attn.values.outside import Json
 
 # The rows of the run are a multiple of every chunk, and of a prime that divides the size of no
 # weight. So tensors whose size is a multiple of this prime have rows; others are gradients of
@@ -47,8 +49,8 @@ CHUNK = 64
 # length: activations do not depend on them.
 NOT_BUILT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "rope_scaling")
 
-# A model, a layer or a config of transformers, which mypy skips.
-Model = Any
+# A model or a config of transformers, which mypy skips, and what a model returns.
+Model: TypeAlias = Any
 
 
 class NotTraceableError(Exception):
@@ -63,7 +65,7 @@ class Traced:
     activations: Activations
 
 
-def trace(values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Traced:
+def trace(values: Mapping[str, Json], dtype: torch.dtype = torch.bfloat16) -> Traced:
     """Count the weights and activations of a model by its config.
 
     Raises:
@@ -103,7 +105,7 @@ def _registered() -> Iterator[None]:
         AttentionInterface._global_mapping.pop(_ATTENTION)
 
 
-def _build(values: Mapping[str, Any], dtype: torch.dtype) -> Model:
+def _build(values: Mapping[str, Json], dtype: torch.dtype) -> Model:
     """Return the model on the meta device; it has no memory."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -188,14 +190,14 @@ class _Kept(torch.autograd.Function):
     """A kernel that keeps tensors for its backward, and returns gradients of its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Context, make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
         out, *others = make(*inputs)
         ctx.save_for_backward(*inputs, *others, out)
         ctx.num_inputs = len(inputs)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         return (None, *(torch.empty_like(x) for x in saved[: ctx.num_inputs]))
 
@@ -226,12 +228,14 @@ def _delta_rule(
     return _Kept.apply(make, query, key, value, g, beta), None
 
 
-def _scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: object, **__: object) -> Any:
+def _scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: object, **__: object
+) -> Tensor:
     return _Kept.apply(lambda x, *_: (torch.empty_like(x),), x, dt, A, B, C)
 
 
 # Names of functions in the Python files of models -> what stands for them.
-STAND_INS: dict[str, Callable[..., Any]] = {
+STAND_INS: dict[str, Callable[..., object]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -272,8 +276,8 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Untyped, types: object, args: tuple[object, ...] = (), kwargs: Untyped = None
+    ) -> Untyped:
         out = func(*args, **(kwargs or {}))
         made = [x for x in _tensors(out) if self.hold(x)]
         if made and func.overloadpacket.__name__ not in PRODUCTS:
@@ -359,13 +363,13 @@ def _run(model: Model, layers: list[nn.Module], kinds: list[int]) -> Activations
     return _activations(watch, kinds, rows)
 
 
-def _hooks(layer: nn.Module, index: int, watch: _Watch) -> list[Any]:
+def _hooks(layer: nn.Module, index: int, watch: _Watch) -> list[RemovableHandle]:
     """Add the hooks of a layer that record its borders; return their handles."""
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         watch.entered(index, args[0] if args else kwargs["hidden_states"])
 
-    def after(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+    def after(_: nn.Module, __: object, out: Tensor | tuple[Tensor, ...]) -> None:
         watch.left(index)
         if index == watch.num_layers - 1:
             watch.entered(index + 1, out if isinstance(out, Tensor) else out[0])

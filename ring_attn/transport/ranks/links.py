@@ -4,8 +4,6 @@ gloo    one connection between each two ranks, for all channels and subgroups: a
         only a message with its own tag
 NCCL    a communicator for each channel of each subgroup: messages have no tags, and those on one
         communicator go one after another
-
-`Any` in this module: torch's classes of gloo and NCCL have no types.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -28,6 +26,7 @@ from ring_attn.core.program import Channel
 from ring_attn.torch_private import (
     PrefixStore,
     Store,
+    Untyped,
     nccl_class,
     nccl_options,
     num_process_groups,
@@ -70,7 +69,7 @@ class GlooLink:
     ) -> None:
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
         self._polling = PollingStore(store)
-        self.gloo: Any = connect_gloo(
+        self.gloo: Untyped = connect_gloo(
             store,
             meeting,
             global_ranks[rank],
@@ -128,7 +127,7 @@ class NcclChannel:
         members: Ranks,
         name: Channel,
         seconds: float,
-        communicator: Any,
+        communicator: Untyped,
         device: torch.device,
     ) -> None:
         self.communicator = communicator
@@ -191,7 +190,7 @@ class CommunicatorEnd(threading.Thread):
     waits from the beginning, because Python from 3.12 on starts none at exit.
     """
 
-    def __init__(self, communicator: Any, of: str) -> None:
+    def __init__(self, communicator: Untyped, of: str) -> None:
         super().__init__(name="ring_attn_ending", daemon=True)
         self.ending: SimpleQueue[EndMethod] = SimpleQueue()
         self._communicator, self._of = communicator, of
@@ -257,7 +256,7 @@ class NcclLink:
         seconds: float,
         device: torch.device,
         max_ctas: int,
-    ) -> Any:
+    ) -> Untyped:
         """Make a communicator, together with all its members."""
         name = f"{self._meeting}/{hashed(members)}/{channel}/{max_ctas}"
         everyone = [self._global_ranks[member] for member in members]
@@ -265,7 +264,7 @@ class NcclLink:
         meet(Rendezvous(self._store, name, global_rank, everyone), seconds)
         options = nccl_options(name, seconds + GRACE_S, max_ctas, everyone)
         store, rank = PrefixStore(name, self._store), members.index(self._rank)
-        communicator: Any = nccl_class()(store, rank, len(members), options)
+        communicator: Untyped = nccl_class()(store, rank, len(members), options)
         self._ends.append(CommunicatorEnd(communicator, name))
         _warn_of_shared_streams()
         # Splitting another communicator would need all of its ranks.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import islice, product
-from typing import Any
 
 from ring_attn.core.facts import places_of_difference
 from ring_attn.torch_private import Store
@@ -18,6 +17,7 @@ from ring_attn.transport.base import rank_name
 from ring_attn.transport.ranks.errors import Disagreement
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.rendezvous import append, poll_until
+from ring_attn.values.outside import Json
 
 # A note holds at most this many characters of an error's text.
 MAX_CHARACTERS = 1200
@@ -143,8 +143,7 @@ class Notes:
         """Return whether any rank has failed, this one too."""
         return self._read("failed") is not None
 
-    # Any: JSON has no types.
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str) -> Json:
         key = f"{self._prefix}/{name}"
         # `get` waits for a key that does not exist.
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
