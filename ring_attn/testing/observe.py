@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ring_attn.testing.rounding import RandomRounding
 from ring_attn.testing.tiny import tiny_models
+from ring_attn.values.probing import probing
 
 # Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -210,7 +211,7 @@ class _Observer(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 self.backward = False
-        if torch.compiler.is_compiling() or func not in OBSERVED:
+        if torch.compiler.is_compiling() or func not in OBSERVED or probing.on:
             return func(*args, **kwargs)
         return getattr(self, f"_{func.__name__}")(*args, **kwargs)
 

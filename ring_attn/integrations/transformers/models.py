@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers.pools import finish, install
-from ring_attn.integrations.transformers.probe import find_mixing, probing
+from ring_attn.integrations.transformers.probe import find_mixing
 from ring_attn.integrations.transformers.untyped import Cache, Config, Keywords, Model, Value
 from ring_attn.models.recurrent import (
     Place,
@@ -37,6 +37,7 @@ from ring_attn.models.recurrent import (
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import reporting
+from ring_attn.values.probing import probing
 
 # Types of layers in a config: with only a recurrence; with a recurrence; that mix no rows; with
 # attention.

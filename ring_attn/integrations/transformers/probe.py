@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
 from ring_attn.models.recurrent import current
+from ring_attn.values.probing import probing
 
 logger = logging.getLogger("ring_attn")
 
@@ -31,15 +31,6 @@ ROWS = 23
 # Rows that are changed, one at a time. One of them becomes a mask token, if the model has any.
 CHANGED = (0, 9, 22)
 MASKED = 9
-
-
-class _Probing(threading.local):
-    """Whether this thread probes a model."""
-
-    on = False
-
-
-probing = _Probing()
 
 
 class Mixed(NamedTuple):

@@ -42,7 +42,7 @@ from ring_attn.integrations.transformers.models import (
     watch_models,
     window_of,
 )
-from ring_attn.integrations.transformers.probe import probing, values_of
+from ring_attn.integrations.transformers.probe import values_of
 from ring_attn.integrations.transformers.untyped import Cache, Keywords, Model, Value
 from ring_attn.models.batch import from_document
 from ring_attn.models.recurrent import Place
@@ -53,6 +53,7 @@ from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import as_tuple, check_flag
 from ring_attn.values.compiling import left_out_of_graphs
+from ring_attn.values.probing import probing
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
 
