@@ -1,4 +1,4 @@
-"""What all benchmarks share: progress, files, the table, the picture and the comparison."""
+"""Run a benchmark: progress, files, the table, the picture and the comparison."""
 
 from __future__ import annotations
 

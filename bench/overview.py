@@ -25,7 +25,7 @@ from ring_attn.cli.env import machine
 from ring_attn.testing.launch import rank_device, run_ranks, under_torchrun
 from ring_attn.values.outside import env_int
 
-# What the kernels may take.
+# The most seconds of the kernels' part.
 KERNEL_SECONDS = 15.0
 
 # A benchmark on ranks is left out, if this many seconds are gone before it begins.

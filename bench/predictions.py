@@ -25,7 +25,7 @@ from ring_attn.planning.planner import choose
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What the planner says about a case with a strategy, or with the one that it chooses.
+    """The planner's prediction of a case, with a given strategy or with the one that it chooses.
 
     Attributes:
         strategy: the strategy.

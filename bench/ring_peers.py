@@ -358,7 +358,7 @@ class MagiAttention(Peer):
     name = "magi-attention"
     package, project = "magi_attention", "magi-attention, from its repository"
     kinds = ("causal", "full", "docs", "chunked")
-    # Of its README and of its benchmarks.
+    # Its README and its benchmarks use this size.
     chunk_size = 512
 
     @property

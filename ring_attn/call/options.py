@@ -33,7 +33,7 @@ from ring_attn.values.outside import Json
 AnyLayout = SequenceLayout | JointLayout
 Layout = str | AnyLayout | tuple[AnyLayout, AnyLayout]
 
-# One mask, one mask of each batch entry, or for each batch entry one mask of each group of heads.
+# The masks of a call: one, one for each batch entry, or one for each group of heads of an entry.
 Masks = Mask | Sequence[Mask] | Sequence[Sequence[Mask]]
 
 

@@ -183,7 +183,7 @@ def narrow(paragraph: str) -> str:
 
 @dataclass
 class Progress:
-    """What a command is doing, and how much of it is left, for `signs_of_life`.
+    """The stage of a command, and how much of it is left, for `signs_of_life`.
 
     Attributes:
         stage: what runs now; empty if the command does not say it.
@@ -215,7 +215,7 @@ class Progress:
         return f", {self.stage}: {share:.0%} done, about {left:.0f} s left".replace("%", " %")
 
 
-# Of the command that runs in this process.
+# The progress of the command that runs in this process.
 progress = Progress()
 
 

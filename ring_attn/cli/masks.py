@@ -16,7 +16,7 @@ from ring_attn.values.outside import regular_file
 if TYPE_CHECKING:
     from ring_attn.core.mask import Mask
 
-# What stands after the colon: nothing, a size, or a file of lengths.
+# The names of masks, by the text after the colon: none, a size, or a file of lengths.
 PLAIN = ("causal", "full")
 SIZED = ("window", "chunked", "prefix")
 FORMS = "causal, full, window:4k, chunked:8k, prefix:1k or docs:FILE"

@@ -62,7 +62,7 @@ class Place(NamedTuple):
     group: dist.ProcessGroup
 
 
-# What functions of other packages take and return, and transformers' layers: mypy skips these.
+# A value of another package's function, or a layer of transformers: mypy skips these.
 Value: TypeAlias = Any
 
 # A function or forward of another package; its parameters and results differ from each other's.

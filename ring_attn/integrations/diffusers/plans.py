@@ -1,4 +1,4 @@
-"""What a rank needs to know of each transformer of diffusers to split its video over ranks."""
+"""Plans of diffusers' transformers: how a rank splits the rows of each class over ranks."""
 
 from __future__ import annotations
 

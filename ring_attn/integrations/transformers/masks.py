@@ -48,7 +48,7 @@ UNION, BLOCKS, CHUNKS = "or_masks", "blockwise_overlay", "chunked_overlay"
 # [first, end) of a run of keys.
 KeyRange = tuple[int, int]
 
-# Of a row of the batch: the positions [first, end) of its tokens, and its spans.
+# A row of the batch: the positions [first, end) of its tokens, and its spans.
 MaskRow = tuple[KeyRange, tuple[KeyRange, ...]]
 
 

@@ -121,7 +121,9 @@ class Job:
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's states for each weight."""
         states, size = OPTIMIZERS[self.optimizer]
-        return states * (self.weight_dtype.itemsize if size is None else size)
+        if size is None:
+            size = self.weight_dtype.itemsize
+        return states * size
 
     @property
     def device_type(self) -> str:

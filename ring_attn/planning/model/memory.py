@@ -191,7 +191,8 @@ def _kept(job: Job, index: int) -> float:
     """Return the bytes of a row that a layer keeps for its backward, on one of tp ranks."""
     hidden = job.model.architecture.hidden * job.dtype.itemsize
     if job.recompute != "none":
-        return hidden + _results(job, index) * (job.recompute == "attention")
+        kept = _results(job, index) if job.recompute == "attention" else 0
+        return hidden + kept
     return job.model.activations.of_layer(index).kept + _gathered_rows(job)
 
 
