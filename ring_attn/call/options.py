@@ -33,7 +33,7 @@ from ring_attn.values.outside import Json
 AnyLayout = SequenceLayout | JointLayout
 Layout = str | AnyLayout | tuple[AnyLayout, AnyLayout]
 
-# The masks of a call: one, one for each batch entry, or one for each group of heads of an entry.
+# The masks of a call: one, one for each batch entry, or one for each group of heads of each.
 Masks = Mask | Sequence[Mask] | Sequence[Sequence[Mask]]
 
 
