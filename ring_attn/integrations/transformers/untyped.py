@@ -10,8 +10,8 @@ Model: TypeAlias = Any
 Config: TypeAlias = Any
 Cache: TypeAlias = Any
 
-# A value that the forward of a model or layer takes or returns: a tensor, a cache, a flag, a layout,
-# or a class of transformers that holds them.
+# A value that the forward of a model or layer takes or returns: tensors, caches, flags, layouts,
+# and or a class of transformers that holds them.
 Value: TypeAlias = Any
 
 # Keywords of a forward.
