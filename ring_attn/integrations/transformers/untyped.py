@@ -11,7 +11,7 @@ Config: TypeAlias = Any
 Cache: TypeAlias = Any
 
 # A value that the forward of a model or layer takes or returns: tensors, caches, flags, layouts,
-# and or a class of transformers that holds them.
+# and classes of transformers that hold them.
 Value: TypeAlias = Any
 
 # Keywords of a forward.
