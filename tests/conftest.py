@@ -36,6 +36,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
+from ring_attn.core.strategy import CORES
+from ring_attn.models.recurrent import SPLITS
 from ring_attn.testing import launch
 from ring_attn.testing.one_gpu import WAYS, sharing_refusal
 from ring_attn.transport import nccl_channels
@@ -141,6 +143,14 @@ def forked_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Makes commands fork their processes, which is ten times faster; one test undoes the patch."""
     forkserver(for_cuda=request.config.getoption("--nccl") is not None)
     monkeypatch.setattr(launch, "START_METHOD", "forkserver")
+
+
+@pytest.fixture(autouse=True)
+def registries_as_found() -> Iterator[None]:
+    """Fail a test that leaves a recurrence or strategy registered: the next would find it."""
+    before = {*SPLITS}, {*CORES}
+    yield
+    assert ({*SPLITS}, {*CORES}) == before, "the test unregisters what it registers"
 
 
 @pytest.hookimpl(tryfirst=True)
