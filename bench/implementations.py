@@ -159,14 +159,14 @@ class Differentiable(Implementation):
     ) -> None:
         *qkv, self._dout = inputs
         self._function = function
-        self._leaves = [x.detach().requires_grad_(backward) for x in qkv]
+        self.leaves = [x.detach().requires_grad_(backward) for x in qkv]
 
     def forward(self) -> None:
-        self.out = self._function(*self._leaves)
+        self.out = self._function(*self.leaves)
 
     def backward(self) -> None:
         assert self.out is not None, "call forward first"
-        self.grads = torch.autograd.grad(self.out, self._leaves, self._dout)
+        self.grads = torch.autograd.grad(self.out, self.leaves, self._dout)
 
 
 def reason(error: Exception) -> str:
@@ -184,22 +184,22 @@ class Ours(Implementation):
     def __init__(self, problem: Shape, data: Inputs, backend: Backend) -> None:
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
-        self._backend = backend
+        self.backend = backend
         self._scores = Scores(problem.head_dim**-0.5)
         self._inputs = data
         self._sums_dtype = problem.spec.accum_dtype
 
     def forward(self) -> None:
         q, k, v, _ = self._inputs
-        state = self._backend.new_state(q, v.size(3))
-        state = self._backend.forward(q, k, v, self._tiles, state, scores=self._scores, last=True)
-        self.out, self.lse = self._backend.finalize(state, q.dtype)
+        state = self.backend.new_state(q, v.size(3))
+        state = self.backend.forward(q, k, v, self._tiles, state, scores=self._scores, last=True)
+        self.out, self.lse = self.backend.finalize(state, q.dtype)
         self.grads = ()
 
     def backward(self) -> None:
         self._prepare()
         dq, dk, dv = self._gradients("dq", "dk", "dv")
-        factor = self._backend.gradient_factor(self._scores)
+        factor = self.backend.gradient_factor(self._scores)
         self.grads = [x.to(self._inputs.q.dtype) for x in (dq * factor, dk * factor, dv)]
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
@@ -220,7 +220,7 @@ class Ours(Implementation):
     def _prepare(self) -> None:
         q, k, v, dout = self._inputs
         assert self.out is not None and self.lse is not None, "call forward first"
-        lse, delta = self._backend.row_statistics(self.out, dout, self.lse)
+        lse, delta = self.backend.row_statistics(self.out, dout, self.lse)
         self._backward_inputs = BackwardInputs(q, k, v, dout, lse, delta)
         self._sums = {
             name: torch.zeros_like(x, dtype=self._sums_dtype)
@@ -230,7 +230,7 @@ class Ours(Implementation):
     def _gradients(self, *names: str) -> list[Tensor]:
         """Add gradients to the sums of these names, of dq, dk and dv; return the sums."""
         sums = {name: self._sums[name] for name in names}
-        self._backend.backward(
+        self.backend.backward(
             self._backward_inputs,
             self._tiles,
             (sums.get("dq"), sums.get("dk"), sums.get("dv")),

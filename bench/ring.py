@@ -342,7 +342,7 @@ def measure(
             if rank < case.world_size and group is not None:
                 before = f"case {number + 1} of {len(plans)}"
                 begin = partial(_begin, before, sum(work[:number]), work[number], sum(work))
-                ring = _Ring(setting, case, group)
+                ring = RankRing(setting, case, group)
                 rows += ring.rows(entries, begin)
                 failures += ring.failures
                 bench.rows, bench.failures = rows, failures
@@ -355,7 +355,7 @@ def _begin(before: str, done: float, work: float, total: float, what: str, share
     progress.begin(f"{before}, {what}", done=done + share * work, total=total)
 
 
-class _Ring:
+class RankRing:
     """Measures the implementations of one case on the ranks of a group."""
 
     def __init__(self, setting: RingSetting, case: RingCase, group: dist.ProcessGroup) -> None:
@@ -372,7 +372,7 @@ class _Ring:
         impls: dict[Entry, RingImpl] = {}
         verdicts: dict[Entry, list[Verdict]] = {}
         whys = {entry: entry.why for entry in entries if entry.why}
-        judge = _Judge(self.case, self.group)
+        judge = Judge(self.case, self.group)
         for number, entry in enumerate(entries):
             if entry.why:
                 continue
@@ -622,7 +622,7 @@ class _Ring:
         return found
 
 
-class _Judge:
+class Judge:
     """Compares results with attention in float64, on a short sequence with the same mask."""
 
     def __init__(self, case: RingCase, group: dist.ProcessGroup) -> None:

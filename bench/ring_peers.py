@@ -112,7 +112,7 @@ class TorchTemplate(Peer):
     def forward(self) -> None:
         with torch.no_grad():
             self._saved = self._private._templated_ring_attention(
-                self.group, 2, self._operator, *self._leaves, **self._options
+                self.group, 2, self._operator, *self.leaves, **self._options
             )
         self.out = self._saved[0]
         self.grads = ()
@@ -129,7 +129,7 @@ class TorchTemplate(Peer):
                 self._backward,
                 self._dout,
                 "grad_out",
-                *self._leaves,
+                *self.leaves,
                 out,
                 lse,
                 **self._options,

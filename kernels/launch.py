@@ -63,11 +63,11 @@ class Repeat:
         self.kept = [x for x in kept if isinstance(x, Tensor)]
         self._rest = [x.data_ptr() if isinstance(x, Tensor) else x for x in kept]
         self._descriptors = [
-            (index, _moved(x, _Address(0)))
+            (index, moved(x, _Address(0)))
             for index, x in enumerate(values[:num_tensors])
             if x is not None and not isinstance(x, Tensor)
         ]
-        self._enqueue = compiled[(*launch.grid, 1, 1)[:3]]
+        self.enqueue = compiled[(*launch.grid, 1, 1)[:3]]
 
     def run(self, addresses: Sequence[int]) -> None:
         """Enqueues the kernel on the current stream, for the addresses of the new tensors.
@@ -77,8 +77,8 @@ class Repeat:
         """
         args: list[Any] = [*addresses, *self._rest]
         for index, descriptor in self._descriptors:
-            args[index] = _moved(descriptor, _Address(args[index]))
-        self._enqueue(*args)
+            args[index] = moved(descriptor, _Address(args[index]))
+        self.enqueue(*args)
 
 
 class _Address(NamedTuple):
@@ -90,7 +90,7 @@ class _Address(NamedTuple):
         return self.address
 
 
-def _moved(descriptor: Any, base: _Address) -> Any:
+def moved(descriptor: Any, base: _Address) -> Any:
     """A copy of a descriptor, for a tensor at another address."""
     moved = copy.copy(descriptor)
     moved.base = base

@@ -95,7 +95,7 @@ def section(
     device: torch.device, headdim: int, dtype: torch.dtype, chosen: Chosen
 ) -> dict[str, Any]:
     """The part of the file that `check_file` reads, as JSON; on GPUs float32 stays frozen."""
-    entries = {} if _stays_frozen(device, dtype) else chosen
+    entries = {} if stays_frozen(device, dtype) else chosen
     return {
         "version": VERSION,
         "architecture": exact_architecture(device),
@@ -122,13 +122,13 @@ def check_file(device: torch.device) -> None:
 
 def _chosen(x: Tensor, headdim_v: int) -> Chosen:
     path = os.environ.get(VARIABLE)
-    if not path or _stays_frozen(x.device, x.dtype):
+    if not path or stays_frozen(x.device, x.dtype):
         return {}
     bucket = configs.bucket(max(x.size(-1), headdim_v))
     return _read(path, exact_architecture(x.device)).get(bucket, {})
 
 
-def _stays_frozen(device: torch.device, dtype: torch.dtype) -> bool:
+def stays_frozen(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type != "cpu" and dtype == torch.float32
 
 

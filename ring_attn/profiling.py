@@ -300,11 +300,11 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
     def figures() -> Figures:
         """Return the figures; on CUDA, wait for the end of the call."""
         return Figures(
-            seconds=_seconds(start, end),
+            seconds=seconds_between(start, end),
             compute_s=sum(_total(observer.spans[name]) for name in COMPUTE),
             wait_s=_total(observer.spans["wait"]),
             in_flight_s=_total(observer.spans["flight"]),
-            transfer_s=_total_of_known(observer.transfers),
+            transfer_s=total_of_known(observer.transfers),
             bytes_sent=after.bytes_sent - before.bytes_sent,
             bytes_received=after.bytes_received - before.bytes_received,
             messages=after.messages - before.messages,
@@ -329,7 +329,7 @@ def _clock_stream(device: torch.device) -> streams.Stream:
     return streams.new(device)
 
 
-def _seconds(start: Moment, end: Moment) -> float:
+def seconds_between(start: Moment, end: Moment) -> float:
     """Return seconds between two moments; on a device with streams, wait for the second."""
     if isinstance(start, int) and isinstance(end, int):
         return (end - start) * 1e-9
@@ -344,17 +344,17 @@ def _seconds(start: Moment, end: Moment) -> float:
 
 def _total(spans: Iterable[Span]) -> float:
     """Return the sum of spans in seconds."""
-    return sum((_seconds(*span) for span in spans), 0.0)
+    return sum((seconds_between(*span) for span in spans), 0.0)
 
 
-def _total_of_known(spans: Sequence[Span | None]) -> float | None:
+def total_of_known(spans: Sequence[Span | None]) -> float | None:
     """Return the sum of spans in seconds; None if a span is unknown."""
     known = [span for span in spans if span is not None]
     return _total(known) if len(known) == len(spans) else None
 
 
 @dataclass
-class _Collected:
+class Collected:
     """The last calls of all threads: on CUDA, autograd runs a backward in a different thread."""
 
     depth: int  # number of open `collect` blocks, plus 1 if RING_ATTN_STATS is set
@@ -370,7 +370,7 @@ class _Collected:
             self.syncs.clear()
 
 
-collected = _Collected(int(STATS_ALWAYS))
+collected = Collected(int(STATS_ALWAYS))
 
 
 def _named(name: str) -> AbstractContextManager[object]:

@@ -145,8 +145,11 @@ def plainly(bug: str = "", layout_name: str = "contiguous") -> Any:
         loss = F.cross_entropy(logits.mT, targets, reduction="sum") / count
     loss.backward()
     if bug == "tied weights summed twice":
-        weights = [x for name in ("embed", "layers", "norm", "head")
-                   for x in getattr(model, name).parameters()]  # fmt: skip
+        weights = [
+            x
+            for name in ("embed", "layers", "norm", "head")
+            for x in getattr(model, name).parameters()
+        ]
         for weight in weights:
             dist.all_reduce(weight.grad)
     else:
@@ -276,9 +279,15 @@ class TorchRing(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return _attention._templated_ring_attention_backward(
-            dist.group.WORLD, 2, operator, grad.contiguous(), "grad_out", *ctx.saved_tensors,
-            is_causal=True, dropout_p=0.0,
-        )[:3]  # fmt: skip
+            dist.group.WORLD,
+            2,
+            operator,
+            grad.contiguous(),
+            "grad_out",
+            *ctx.saved_tensors,
+            is_causal=True,
+            dropout_p=0.0,
+        )[:3]
 
 
 def torch_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -94,9 +94,10 @@ def plain(bug: str = "", layout_name: str = "zigzag", seqlen: int = SEQLEN) -> A
         total /= world_size
     with torch.no_grad():
         losses = F.cross_entropy(
-            model(part["input_ids"], part["position_ids"]).mT, part["shift_labels"],
+            model(part["input_ids"], part["position_ids"]).mT,
+            part["shift_labels"],
             reduction="none",
-        )  # fmt: skip
+        )
         evaluation = losses.sum() / count
         dist.all_reduce(evaluation)
     if bug == "evaluation counts ranks":
@@ -269,9 +270,11 @@ def hugging_face(bug: str = "", layout_name: str = "zigzag") -> Any:
         model = make_model("llama", "sdpa" if world_size == 1 else "ring_attn")
         given = {} if world_size == 1 else {"sequence_layout": layout}
         logits = model(
-            input_ids=part["input_ids"], position_ids=part["position_ids"], attention_mask=mask,
+            input_ids=part["input_ids"],
+            position_ids=part["position_ids"],
+            attention_mask=mask,
             **given,
-        ).logits  # fmt: skip
+        ).logits
         loss = F.cross_entropy(logits.mT, part["shift_labels"], reduction="sum") / count
         loss.backward()
     ring_attn.sync_gradients(model)

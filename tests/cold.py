@@ -25,7 +25,7 @@ def compile_cold(
     from torch._dynamo.testing import CompileCounterWithBackend  # loads the compiler
 
     torch._dynamo.reset()
-    layout._cached_segments_of_kind.cache_clear()
+    layout.cached_segments_of_kind.cache_clear()
     counter = CompileCounterWithBackend(backend)
 
     def num_graphs() -> int:

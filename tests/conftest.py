@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     medium, see `--nccl`.
     """
     cases: Counter[tuple[Path, str]] = Counter()
-    here = [_runs_here(item, config.getoption("--nccl")) for item in items]
+    here = [runs_here(item, config.getoption("--nccl")) for item in items]
     if not all(here):
         config.hook.pytest_deselected(items=[*compress(items, map(operator.not_, here))])
         items[:] = compress(items, here)
@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[test] += 1
 
 
-def _runs_here(item: pytest.Item, nccl: str | None) -> bool:
+def runs_here(item: pytest.Item, nccl: str | None) -> bool:
     """Whether a test is of the chosen medium: with `--nccl` one that is marked so, else any other.
 
     Those marked `nccl(only=True)` need a GPU.

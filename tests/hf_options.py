@@ -62,9 +62,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 # Booleans that say nothing of a model's forward.
 NO_OPTIONS = {
-    "output_attentions", "output_hidden_states", "return_dict", "use_cache", "torchscript",
-    "tie_word_embeddings", "is_encoder_decoder", "add_cross_attention", "is_decoder",
-}  # fmt: skip
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "use_cache",
+    "torchscript",
+    "tie_word_embeddings",
+    "is_encoder_decoder",
+    "add_cross_attention",
+    "is_decoder",
+}
 
 HEADS = {
     "base": modeling_auto.MODEL_MAPPING_NAMES,

@@ -16,17 +16,22 @@ def path() -> str:
 
     folder = tempfile.mkdtemp()
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=64,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        vocab_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same weights on every rank
         LlamaForCausalLM(config).save_pretrained(folder)
     words = {f"w{i}": i for i in range(64)}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")),
-        pad_token="w0", eos_token="w1",
-    ).save_pretrained(folder)  # fmt: skip
+        pad_token="w0",
+        eos_token="w1",
+    ).save_pretrained(folder)
     return folder
 
 

@@ -15,13 +15,23 @@ FILE = Path(__file__).with_name("public_names.txt")
 
 # The package lists names of other modules; each of the others defines its own.
 MODULES = (
-    "ring_attn", "ring_attn.core.masks", "ring_attn.planning.balance", "ring_attn.profiling",
-    "ring_attn.testing", "ring_attn.models.sdpa", "ring_attn.models.dtensors",
-    "ring_attn.models.tensor_parallel", "ring_attn.integrations.context_parallel",
-    "ring_attn.integrations.flash_attn", "ring_attn.integrations.ring_flash_attn",
-    "ring_attn.integrations.trainer", "ring_attn.integrations.transformers",
-    "ring_attn.models.recurrent", "ring_attn.plots", "ring_attn.recurrence",
-)  # fmt: skip
+    "ring_attn",
+    "ring_attn.core.masks",
+    "ring_attn.planning.balance",
+    "ring_attn.profiling",
+    "ring_attn.testing",
+    "ring_attn.models.sdpa",
+    "ring_attn.models.dtensors",
+    "ring_attn.models.tensor_parallel",
+    "ring_attn.integrations.context_parallel",
+    "ring_attn.integrations.flash_attn",
+    "ring_attn.integrations.ring_flash_attn",
+    "ring_attn.integrations.trainer",
+    "ring_attn.integrations.transformers",
+    "ring_attn.models.recurrent",
+    "ring_attn.plots",
+    "ring_attn.recurrence",
+)
 
 
 def lines() -> Iterator[str]:

@@ -41,7 +41,7 @@ Found = dict[str, Any]
 
 def forward(kernels: str, headdim: int, mask: str) -> Found:
     """Compare out and lse with the oracle."""
-    backend, inputs, bounds = _prepared(kernels, headdim, mask)
+    backend, inputs, bounds = prepared(kernels, headdim, mask)
     scores = Scores(headdim**-0.5)
     with poisoned_empty():
         state = backend.new_state(inputs.q, headdim)
@@ -49,12 +49,12 @@ def forward(kernels: str, headdim: int, mask: str) -> Found:
             inputs.q, inputs.k, inputs.v, whole(bounds), state, scores=scores, last=True
         )
         out, lse = backend.finalize(state, inputs.q.dtype)
-    return _judged({"out": out, "lse": lse}, *expect(inputs, bounds))
+    return judged({"out": out, "lse": lse}, *expect(inputs, bounds))
 
 
 def backward(kernels: str, headdim: int, mask: str) -> Found:
     """Compare dq, dk and dv with the oracle."""
-    backend, inputs, bounds = _prepared(kernels, headdim, mask)
+    backend, inputs, bounds = prepared(kernels, headdim, mask)
     oracle, plain = expect(inputs, bounds)
     scores = Scores(headdim**-0.5)
     out, lse = oracle.out.to(inputs.q.dtype), oracle.lse.float()
@@ -65,7 +65,7 @@ def backward(kernels: str, headdim: int, mask: str) -> Found:
         backend.backward(given, whole(bounds), (dq, dk, dv), scores=scores, out=out)
     factor, dtype = backend.gradient_factor(scores), inputs.q.dtype
     got = {"dq": (dq * factor).to(dtype), "dk": (dk * factor).to(dtype), "dv": dv.to(dtype)}
-    return _judged(got, oracle, plain)
+    return judged(got, oracle, plain)
 
 
 def decode(queries: int) -> Found:
@@ -73,7 +73,7 @@ def decode(queries: int) -> Found:
     seqlen = 100 if device.is_trial() else 3000
     layout = SequenceLayout.contiguous(seqlen, 3)
     mask = Mask(queries, seqlen, causal=True)
-    inputs = _inputs(mask, headdim=64 if device.is_trial() else 128)
+    inputs = inputs_of(mask, headdim=64 if device.is_trial() else 128)
     q, k, v, _ = inputs
     call = make_call(AttentionSpec.of(q, k, v), backend="triton")
 
@@ -83,12 +83,12 @@ def decode(queries: int) -> Found:
         return drivers.decode(call, tiles, q, k_shard, v_shard, transport)
 
     out, lse = run_local(layout.world_size, work)[0]
-    return _judged({"out": out, "lse": lse}, *expect(inputs, mask))
+    return judged({"out": out, "lse": lse}, *expect(inputs, mask))
 
 
-def _prepared(kernels: str, headdim: int, mask: str) -> tuple[TritonBackend, Inputs, Mask]:
+def prepared(kernels: str, headdim: int, mask: str) -> tuple[TritonBackend, Inputs, Mask]:
     bounds = (TRIAL_MASKS if device.is_trial() else MASKS)[mask]
-    return TritonBackend(_configs(kernels, headdim)), _inputs(bounds, headdim), bounds
+    return TritonBackend(_configs(kernels, headdim)), inputs_of(bounds, headdim), bounds
 
 
 def _configs(kernels: str, headdim: int) -> dict[str, Config]:
@@ -108,7 +108,7 @@ def _configs(kernels: str, headdim: int) -> dict[str, Config]:
     return given | ({} if one_pass is None else {"one_pass": one_pass})
 
 
-def _inputs(mask: Mask, headdim: int) -> Inputs:
+def inputs_of(mask: Mask, headdim: int) -> Inputs:
     heads, kv_heads = (2, 1) if device.is_trial() else (8, 2)
     return random_qkv(
         seqlen_q=mask.seqlen_q,
@@ -121,7 +121,7 @@ def _inputs(mask: Mask, headdim: int) -> Inputs:
     )
 
 
-def _judged(got: Mapping[str, Tensor], oracle: Expected, plain: Expected) -> Found:
+def judged(got: Mapping[str, Tensor], oracle: Expected, plain: Expected) -> Found:
     """Return error / bound of each result; raise with maps of those that are wrong."""
     ratios, wrong = {}, []
     for name, x in got.items():

@@ -158,7 +158,7 @@ def judged_by_shapes(got: Mapping[str, Tensor], oracle: Any, plain: Any) -> dict
 
 # By module, values of names while a cell of it runs: little work, as nothing is measured.
 INSTEAD: Mapping[str, Mapping[str, Any]] = {
-    "dev.gpu.contact": {"expect": shapes, "_judged": judged_by_shapes},
+    "dev.gpu.contact": {"expect": shapes, "judged": judged_by_shapes},
     "dev.gpu.costs": {"WARM_UPS": 1, "REPEATS": 2},
     "dev.gpu.environment": {"PRODUCT": 256, "COPY_BYTES": 1 << 20},
     "dev.gpu.graphs": {"REPLAYS": 2, "REPEATS": 2, "MESSAGES": (64, 1 << 20)},

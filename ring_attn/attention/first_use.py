@@ -145,7 +145,7 @@ def proven_backend(
             break
         rejected[choice.name] = reason
     for reason in rejected.values():
-        _warn(f"backend='auto' takes {choice.name!r} here: {reason}")
+        warn_once(f"backend='auto' takes {choice.name!r} here: {reason}")
     return choice
 
 
@@ -270,7 +270,7 @@ def _one_line(error: BaseException) -> str:
 
 
 @cache
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 

@@ -169,7 +169,7 @@ torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
 
 
 @capture.a_call
-def _attention(
+def run_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Fields
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Compute attention of this rank's queries to all keys.
@@ -203,7 +203,7 @@ def _attention(
 _NUMBER_UNIT = 2.0**-60
 
 
-torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd", _attention)
+torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd", run_attention)
 attention = torch.ops.ring_attn.attention.default
 
 
@@ -318,7 +318,7 @@ torch.library.define("ring_attn::attention_backward", _BACKWARD, tags=_TAGS)
 
 
 @capture.a_call
-def _attention_backward(
+def run_attention_backward(
     saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *fields: Fields
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute dq, dk, dv, and this rank's share of dsinks, which is empty without sinks.
@@ -346,7 +346,7 @@ def _attention_backward(
 
 
 torch.library.impl(
-    "ring_attn::attention_backward", "CompositeExplicitAutograd", _attention_backward
+    "ring_attn::attention_backward", "CompositeExplicitAutograd", run_attention_backward
 )
 attention_backward = torch.ops.ring_attn.attention_backward.default
 
@@ -405,7 +405,7 @@ torch.library.register_autograd("ring_attn::attention", _backward, setup_context
 torch.library.register_autograd("ring_attn::attention_backward", _refuse_second)
 
 
-class _Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """Autograd of the operator for calls outside of a compiler.
 
     The autograd that torch.library registers uses lists of tensors, and takes 0.6 ms more host time
@@ -448,7 +448,7 @@ def attend(
     """
     arguments = arguments._replace(text=options.text)
     if options.differentiated and not torch.compiler.is_compiling():
-        out, lse, max_logits = _Attention.apply(q, k, v, sinks, arguments)
+        out, lse, max_logits = AttentionFunction.apply(q, k, v, sinks, arguments)
     else:
         out, lse, max_logits, _ = attention(q, k, v, sinks, *arguments)
     return out, lse, max_logits

@@ -376,11 +376,11 @@ def architecture() -> str:
 
 def gpu_model() -> str:
     """Return the name and size of torch's current GPU; "" without a GPU."""
-    return _model(torch.cuda.current_device()) if torch.cuda.is_available() else ""
+    return model_of_gpu(torch.cuda.current_device()) if torch.cuda.is_available() else ""
 
 
 @cache
-def _model(index: int) -> str:
+def model_of_gpu(index: int) -> str:
     gpu = torch.cuda.get_device_properties(index)
     return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"
 

@@ -117,7 +117,7 @@ class KeptLaunches:
 def enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
     """Call `run(argument)` on a GPU, by its index, or on the CPU if `device` is negative."""
     if device < 0:
-        _warn_of_interpreter()
+        warn_of_interpreter()
         return run(argument)
     if device == torch.cuda.current_device():
         return run(argument)  # switching to the current device takes 5 us
@@ -132,7 +132,7 @@ def _first_run(make: Callable[[], Launch]) -> tuple[Launch, Any]:
 
 
 @cache
-def _warn_of_interpreter() -> None:
+def warn_of_interpreter() -> None:
     warnings.warn(
         "backend='triton' on CPU tensors runs in Triton's interpreter, which is for tests and some "
         "thousand times slower than the other backends",

@@ -47,7 +47,7 @@ PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 def facts_of(use: str, gpu: str) -> Facts:
     """Return everything on which the proof of a use depends, for one model of GPU."""
-    return {"use": use, "gpu": gpu, "configs": _hash_of_configs(), **_software()}
+    return {"use": use, "gpu": gpu, "configs": _hash_of_configs(), **software()}
 
 
 def has_passed(facts: Facts) -> bool:
@@ -70,14 +70,14 @@ def remember(facts: Facts, verdicts: Sequence[str]) -> None:
     """
     path = _file_of(facts)
     if path is None:
-        _warn_once("there is no home folder")
+        warn_once("there is no home folder")
         return
     text = json.dumps({"facts": facts, "passed": list(verdicts)}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_whole(path, text)
     except OSError as error:
-        _warn_once(f"{path.parent}: {error.strerror}")
+        warn_once(f"{path.parent}: {error.strerror}")
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 @cache
-def _warn_once(why: str) -> None:
+def warn_once(why: str) -> None:
     warnings.warn(
         f"proofs of kernels cannot be stored ({why}), so each process repeats them: set "
         "XDG_CACHE_HOME to a writable folder, or RING_ATTN_FIRST_USE=always to store no proofs",
@@ -158,7 +158,7 @@ def _warn_once(why: str) -> None:
 
 
 @cache
-def _software() -> Facts:
+def software() -> Facts:
     """Return versions of driver and packages, and a hash of this package's sources."""
     drivers = [_text_of(path) for path in DRIVER_FILES]
     return {
@@ -167,7 +167,7 @@ def _software() -> Facts:
         "cudnn": str(torch.backends.cudnn.version()),
         "ring_attn": __version__,
         **{name: str(installed_version(name)) for name in PACKAGES},
-        "sources": _hash_of(_sources()),
+        "sources": _hash_of(sources()),
     }
 
 
@@ -177,7 +177,7 @@ def _hash_of_configs() -> str:
     return _hash_of([Path(path)]) if path else "none"
 
 
-def _sources() -> Iterator[Path]:
+def sources() -> Iterator[Path]:
     """Yield the package's sources, also in a checkout, where `kernels` is a link to a folder."""
     for parent, folders, names in os.walk(Path(__file__).parents[1], followlinks=True):
         folders.sort()

@@ -86,8 +86,8 @@ class TritonBackend(Backend):
                 forward in Gluon, and "one_pass" that of the backward of all gradients at once; a
                 config of another kernel excludes these in its direction.
         """
-        self._launches = KeptLaunches()
-        self._configs = configs or {}
+        self.launches = KeptLaunches()
+        self.configs = configs or {}
 
     def supports(
         self, spec: AttentionSpec, *, explicit: bool = False, decoding: bool = False
@@ -99,7 +99,7 @@ class TritonBackend(Backend):
         from ring_attn.kernels.flash_fwd import Carried
 
         sinks = None if sinks is None else sinks.contiguous()
-        gluon = tuned.takes_gluon(q, headdim_v, self._configs)
+        gluon = tuned.takes_gluon(q, headdim_v, self.configs)
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if gluon else None
         carried = Carried(sinks=sinks, counter=counter)
         return TritonState(_unit_stride(q), headdim_v, carried, gluon)
@@ -144,14 +144,14 @@ class TritonBackend(Backend):
                 make = partial(_gluon_forward(q.device), spare_sms=spare_sms)
             else:
                 from ring_attn.kernels.flash_fwd import forward_launch as make
-            config = self._config("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
+            config = self.config_of("gluon" if gluon else _kind("fwd", tiles), q, v.size(3))
             # The first and the last launch write every row, even rows without keys.
-            table = self._table(tiles, config, q.device, num_rows=rows if first or last else 0)
+            table = self.step_table(tiles, config, q.device, num_rows=rows if first or last else 0)
             return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
 
         kind = ("fwd", first, last, spare_sms)
         call = (tiles, kind, scores, state.out_dtype, carried.sinks is None)
-        self._launches.run(call, inputs=(q, k, v), others=others, make=launch)
+        self.launches.run(call, inputs=(q, k, v), others=others, make=launch)
         state.started = True
         if last:
             carried.acc = carried.m = carried.l = None
@@ -175,7 +175,7 @@ class TritonBackend(Backend):
         root_out = out.new_empty(out.shape[1:], dtype=dtype)
         root_lse = _float32(lse, *lse.shape[1:])
         sinks = None if sinks is None else sinks.contiguous()
-        self._launches.run(
+        self.launches.run(
             call=((), "merge_tree", dtype, None if sinks is None else sinks.dtype),
             inputs=(out, lse),
             others=(root_out, root_lse, sinks),
@@ -211,7 +211,7 @@ class TritonBackend(Backend):
 
         def seen() -> SeenRows:
             make = partial(decode.seen_rows, tiles, rows, q.device)
-            return self._launches.table(tiles, ("seen", rows), q.device, make)
+            return self.launches.table(tiles, ("seen", rows), q.device, make)
 
         return self._decode(
             q,
@@ -285,7 +285,7 @@ class TritonBackend(Backend):
         batch, rows, nheads, _ = q.shape
         nheads_kv, headdim_v = k.size(2), v.size(3)
         k, v = _unit_stride(k), _unit_stride(v)
-        config = self._config("decode", q, headdim_v)
+        config = self.config_of("decode", q, headdim_v)
         blocks = -(-rows * (nheads // nheads_kv) // config.BLOCK_M)  # rounded up
         parts = decode.choose_parts(*cols, blocks * batch * nheads_kv, num_sms(q.device))
         acc = _float32(q, batch, parts.num_parts, rows, nheads, headdim_v)
@@ -300,7 +300,7 @@ class TritonBackend(Backend):
             others.insert(0, None)
         else:
             inputs.append(block_table)
-        self._launches.run(
+        self.launches.run(
             call=(what, "decode", parts, scores, shared),
             inputs=inputs,
             others=others,
@@ -318,7 +318,7 @@ class TritonBackend(Backend):
                 **vars(scores),
             ),
         )
-        self._launches.run(
+        self.launches.run(
             call=((), "merge", parts.num_parts),
             inputs=(acc,),
             others=(m, l, out, lse),
@@ -339,7 +339,7 @@ class TritonBackend(Backend):
             config = select("delta", out, out.size(3))
             return delta_launch(out, dout, lse, minus_lse, delta, config)
 
-        self._launches.run(
+        self.launches.run(
             call=((), "delta"), inputs=(out, dout), others=(lse, minus_lse, delta), make=launch
         )
         return minus_lse, delta
@@ -371,7 +371,7 @@ class TritonBackend(Backend):
         }
         for kernel, sums in sums_of_kernels.items():
             if sums:
-                self._launches.run(
+                self.launches.run(
                     call=(tiles, kernel, scores),
                     inputs=(inputs.q, inputs.k, inputs.v, inputs.dout),
                     others=(inputs.lse, inputs.delta, *sums),
@@ -391,7 +391,7 @@ class TritonBackend(Backend):
     def _takes_one_pass(self, q: Tensor, spec: AttentionSpec, kv_rows: int | None) -> bool:
         from ring_attn.kernels import configs, tuned
 
-        own = self._configs
+        own = self.configs
         is_filled = "one_pass" in own or fills_one_pass(
             configs.architecture(q.device), spec, kv_rows
         )
@@ -417,14 +417,14 @@ class TritonBackend(Backend):
         strided = _copyable if arch in ("sm_90", "sm_100") else _unit_stride
         q, k, v, dout = (strided(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
         inputs = inputs._replace(q=q, k=k, v=v, dout=dout)
-        config = self._config("one_pass", q, inputs.v.size(3))
+        config = self.config_of("one_pass", q, inputs.v.size(3))
         blocks = (config.BLOCK_N, config.BLOCK_M)
         batch, rows, nheads, _ = q.shape
         num = num_turns(batch, rows, nheads, config.BLOCK_M)
         turns = torch.zeros(num, dtype=torch.int32, device=q.device)
 
         def launch() -> Launch:
-            table = self._launches.table(
+            table = self.launches.table(
                 tiles,
                 what=(blocks, "turns"),
                 device=q.device,
@@ -434,7 +434,7 @@ class TritonBackend(Backend):
             return make(inputs, gradients, turns, table, config, softmax_scale=scale)
 
         dq, dk, dv = gradients
-        self._launches.run(
+        self.launches.run(
             call=(tiles, "bwd", dq is None, dk is None, scores),
             inputs=(q, k, v, dout),
             others=(inputs.lse, inputs.delta, dq, dk, dv, turns),
@@ -461,23 +461,23 @@ class TritonBackend(Backend):
         headdim_v = inputs.v.size(3)
         kv_rows = kernel == "dkdv"
         kind = f"{kernel}_softcap" if scores.softcap else _kind(kernel, tiles)
-        config = self._config(kind, q, headdim_v)
-        table = self._table(tiles, config, q.device, kv_rows=kv_rows)
-        if kv_rows and kind not in self._configs:
+        config = self.config_of(kind, q, headdim_v)
+        table = self.step_table(tiles, config, q.device, kv_rows=kv_rows)
+        if kv_rows and kind not in self.configs:
             programs = table.num_blocks * k.size(0) * k.size(2)
             few = configs.few_programs(q, headdim_v)
             config = configs.filling(config, programs, num_sms(q.device), few)
-            table = self._table(tiles, config, q.device, kv_rows=True)
+            table = self.step_table(tiles, config, q.device, kv_rows=True)
         make: Callable[..., Launch] = dkdv_launch if kv_rows else dq_launch
         return make(inputs, *gradients, table, config, **vars(scores))
 
-    def _config(self, kind: str, q: Tensor, headdim_v: int) -> Config:
+    def config_of(self, kind: str, q: Tensor, headdim_v: int) -> Config:
         """Return a kernel's config: of this backend, of RING_ATTN_CONFIGS, or the frozen one."""
         from ring_attn.kernels import tuned
 
-        return self._configs.get(kind) or tuned.select(kind, q, headdim_v)
+        return self.configs.get(kind) or tuned.select(kind, q, headdim_v)
 
-    def _table(
+    def step_table(
         self,
         tiles: Tiles,
         config: Config,
@@ -499,7 +499,7 @@ class TritonBackend(Backend):
                 num_rows=num_rows,
             )
 
-        return self._launches.table(tiles, (blocks, kv_rows, num_rows), device, make)
+        return self.launches.table(tiles, (blocks, kv_rows, num_rows), device, make)
 
 
 def _kind(kernel: str, tiles: Tiles) -> str:

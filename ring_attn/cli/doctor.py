@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     world_size = env_int("WORLD_SIZE", RANKS) if under_torchrun() else RANKS
     device = checked_device(None, world_size)
     here = machine()
-    found = [*_machine(here, device), *_backends(device), *_nccl(here)]
+    found = [*_machine(here, device), *_backends(device), *check_nccl(here)]
     if not args.quick:
         found += _ranks(world_size, device)
     report = {
@@ -175,7 +175,7 @@ def _machine(here: Machine, device: str) -> Iterator[Finding]:
     shown = ", ".join(f"{name} {versions[name]}" for name in names if versions[name])
     yield Finding("versions", "ok", shown)
     yield Finding("machine", "ok", f"{here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB")
-    yield from _packages(here)
+    yield from check_packages(here)
     for name, command in FILES.items():
         path = os.environ.get(name)
         if path and not os.path.isfile(path):
@@ -186,15 +186,15 @@ def _machine(here: Machine, device: str) -> Iterator[Finding]:
         mend = "" if is_built_for_gpus else "for a GPU, install the torch for it: pytorch.org"
         yield Finding("GPUs", "note", "torch can use none: ranks are on the CPU", mend)
         return
-    yield from _gpus(here["devices"])
-    yield from _links(len(here["devices"]))
+    yield from check_gpus(here["devices"])
+    yield from check_links(len(here["devices"]))
     if device == "cpu":
         text = f"{len(here['devices'])} GPUs: the ring below is on the CPU"
         mend = "for tests over NCCL, ring_attn.testing.share_gpu lets ranks share a GPU"
         yield Finding("ranks", "note", text, mend)
 
 
-def _packages(here: Machine) -> Iterator[Finding]:
+def check_packages(here: Machine) -> Iterator[Finding]:
     """Report the optional packages: the installed ones, and what is missing without the others."""
     installed = {name: here["versions"][name] for name in OPTIONAL if here["versions"][name]}
     if installed:
@@ -206,7 +206,7 @@ def _packages(here: Machine) -> Iterator[Finding]:
             yield Finding(name, "note", text, package.install)
 
 
-def _gpus(gpus: list[Gpu]) -> Iterator[Finding]:
+def check_gpus(gpus: list[Gpu]) -> Iterator[Finding]:
     """Report the GPUs; GPUs of the same model share a line."""
     models = [
         f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, "
@@ -217,7 +217,7 @@ def _gpus(gpus: list[Gpu]) -> Iterator[Finding]:
         yield Finding("GPUs", "ok", f"{models.count(model)} x {model}")
 
 
-def _links(num_gpus: int) -> Iterator[Finding]:
+def check_links(num_gpus: int) -> Iterator[Finding]:
     """Report whether the GPUs of this machine can read each other's memory."""
     pairs = [*permutations(range(num_gpus), 2)]
     apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
@@ -250,7 +250,7 @@ def _backends(device: str) -> Iterator[Finding]:
         yield Finding("backend", "ok", f"{name} for {', '.join(calls)}: {why}")
 
 
-def _nccl(here: Machine) -> Iterator[Finding]:
+def check_nccl(here: Machine) -> Iterator[Finding]:
     """Report variables of NCCL that slow or break a ring."""
     if here["devices"] and under_torchrun() and os.environ.get(LAUNCH_ORDER) != "1":
         text = "is not 1: kernels of several communicators can wait for each other forever"

@@ -143,7 +143,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
             seconds_left = self.left()
             if seconds_left > 0.0:
                 num_left = len(kinds) - index
-                self._search(kind, seconds_left / num_left)
+                self.search(kind, seconds_left / num_left)
             free_memory(self.setting.device)
             self.save()
 
@@ -168,7 +168,7 @@ class Tuning(Report[TuneSetting, TuneRow]):
         lines.append(f"{len(rows)} configs, {num_timed} timed, {num_wrong} wrong")
         return lines
 
-    def _search(self, kind: str, seconds: float) -> None:
+    def search(self, kind: str, seconds: float) -> None:
         """Build, check and time candidates of one kind, the frozen config first."""
         start, problem = time.monotonic(), self.setting.problem_of(kind)
         deadline = start + CHECK_SHARE * seconds

@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if not under_torchrun():
         check_memory(world_size)
-    every, refusals = _without_refused(every, world_size, device)
+    every, refusals = without_refused(every, world_size, device)
     wanted = every if args.all else sample(every, QUICK if args.quick else SAMPLE, seed)
     one_of_reason = [of_reason[0] for of_reason in refusals.values()]
     # All ranks must refuse a case; a few are enough to show it. If none can run, all reasons show.
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report["summary"]["failed"] or not report["summary"]["passed"] else 0
 
 
-def _without_refused(
+def without_refused(
     every: Sequence[Case], world_size: int, device: str
 ) -> tuple[list[Case], dict[str, list[Case]]]:
     """Return the cases that this number of ranks can run, and the others by the reason."""

@@ -513,7 +513,7 @@ def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
         # Not cached: in decoding each token makes a new layout, so the cache would never hit.
         return layout.parts
     # dynamo would warn, and trace a cached function without its cache.
-    of_kind = _segments_of_kind if torch.compiler.is_compiling() else _cached_segments_of_kind
+    of_kind = _segments_of_kind if torch.compiler.is_compiling() else cached_segments_of_kind
     return of_kind(layout)
 
 
@@ -541,7 +541,7 @@ def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]
     return tuple(runs(cuts, rank) for rank in range(world_size))
 
 
-_cached_segments_of_kind = lru_cache(maxsize=1024)(_segments_of_kind)
+cached_segments_of_kind = lru_cache(maxsize=1024)(_segments_of_kind)
 
 
 def _fields_of_cuts(cuts: Sequence[int]) -> _Fields:

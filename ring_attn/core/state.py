@@ -71,7 +71,7 @@ class State:
             return
         all_acc, all_m, all_l = self._filled()
         own_acc, own_m, own_l = all_acc[:, rows], all_m[:, :, rows], all_l[:, :, rows]
-        m_new, keep, add = _weights(own_m, m)
+        m_new, keep, add = weights_of(own_m, m)
         own_acc.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
         own_l.mul_(keep)
         if l is None:
@@ -89,7 +89,7 @@ class State:
         acc, m, l = self._filled()
         self._parts = None
         if self.sinks is not None:
-            m, keep, add = _weights(m, self.sinks.view(1, -1, 1))
+            m, keep, add = weights_of(m, self.sinks.view(1, -1, 1))
             acc.mul_(_to_rows(keep))
             l.mul_(keep).add_(add)
         lse = m + l.log()
@@ -105,7 +105,7 @@ class State:
         return self._parts
 
 
-def _weights(m: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def weights_of(m: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the greater of two maxima, and the factors that rescale the sums of both to it."""
     m_new = torch.maximum(m, other)
     # exp(-inf - -inf) is NaN, so rows that are empty on both sides get a pivot of 0.

@@ -165,7 +165,7 @@ class Memory:
     def __post_init__(self) -> None:
         self.own: set[str] = set()
         self.most = self.held
-        self._index = self._rows = self._folds = 0
+        self.index = self._rows = self._folds = 0
         self._heads = self.spec
         # Rooms of the buffers with memory; cleared buffers have none yet.
         self._buffer_bytes: dict[str, int] = {}
@@ -181,9 +181,9 @@ class Memory:
     def all(self) -> None:
         """Count every op in order, and free all buffers at the end."""
         for index, op in enumerate(self.program.ops):
-            self._index = index
+            self.index = index
             if self.moments is None:
-                self._do(op)
+                self.do(op)
             else:
                 self._record(op, self.moments)
         self.held -= sum(self._buffer_bytes.values())
@@ -194,7 +194,7 @@ class Memory:
         if isinstance(op, ops.Step):
             self._step = op.label
         before, self.most = self.most, self.held
-        self._do(op)
+        self.do(op)
         moments.append(self._moment(peak=self.most))
         self.most = max(before, self.most)
 
@@ -243,12 +243,12 @@ class Memory:
         nbytes = self._buffer_bytes.pop(buffer.name, None)
         if nbytes is None:
             return
-        if self.program.last_takes.get(nbytes, -1) > self._index:
+        if self.program.last_takes.get(nbytes, -1) > self.index:
             self._free[nbytes] = self._free.get(nbytes, 0) + 1
         else:
             self.held -= nbytes
 
-    def _do(self, op: Op) -> None:
+    def do(self, op: Op) -> None:
         match op:
             case ops.Pack():
                 self._take(op.buffer, op.message)

@@ -56,4 +56,4 @@ class Silent(Transport):
         """Return at once."""
 
     def _among(self, members: Ranks) -> Silent:
-        return Silent(members, self._members[self.rank])
+        return Silent(members, self.members[self.rank])

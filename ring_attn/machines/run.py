@@ -104,16 +104,16 @@ class Run:
         self._state: StepState = None
         self._heads: slice | None = None  # heads of the state
         # Buffers in use, by name; of a cleared buffer without memory, its message.
-        self._blocks: dict[str, Block | Message] = {}
+        self.blocks: dict[str, Block | Message] = {}
         self.in_flight = 0  # exchanges posted and not waited for, by outer programs too
         # On a device with streams: the buffers that the current op computes with.
         self._used: list[Block] = []
-        self._index = 0  # of the current op
+        self.index = 0  # of the current op
 
     def all(self) -> None:
         """Run every op in order."""
         for index, op in enumerate(self.program.ops):
-            self._index = index
+            self.index = index
             # Without a method of its own, which each op would call; the most frequent ops first.
             match op:
                 case ops.Step():
@@ -159,7 +159,7 @@ class Run:
                 case _:
                     assert_never(op)
             if self._used:
-                self._note_uses()
+                self.note_uses()
 
     # -- tensors
 
@@ -208,20 +208,20 @@ class Run:
     def _take(self, buffer: Buffer, message: Message) -> Block:
         block = self._pool.take(buffer.nbytes)
         block.hold(message)
-        self._blocks[buffer.name] = block
+        self.blocks[buffer.name] = block
         return block
 
     def _give(self, buffer: Buffer) -> None:
-        block, program, nbytes = self._blocks.pop(buffer.name), self.program, buffer.nbytes
+        block, program, nbytes = self.blocks.pop(buffer.name), self.program, buffer.nbytes
         if isinstance(block, Block) and (
             (self._pool.lasts and nbytes in program.recycled)
-            or program.last_takes.get(nbytes, -1) > self._index
+            or program.last_takes.get(nbytes, -1) > self.index
         ):
             self._pool.give(block)
 
     def _held(self, buffer: Buffer) -> Block:
         """Return the block of a buffer to compute with; allocate and zero a cleared one."""
-        block = self._blocks[buffer.name]
+        block = self.blocks[buffer.name]
         if not isinstance(block, Block):
             block = self._take(buffer, block)
             block.bytes.zero_()
@@ -229,7 +229,7 @@ class Run:
             self._used.append(block)
         return block
 
-    def _note_uses(self) -> None:
+    def note_uses(self) -> None:
         """Record an event after the op, on the buffers that it used."""
         event = streams.record(self.device)
         for block in self._used:
@@ -260,11 +260,11 @@ class Run:
         self._give(op.buffer)
 
     def clear(self, op: ops.Clear) -> None:
-        self._blocks[op.buffer.name] = op.message
+        self.blocks[op.buffer.name] = op.message
 
     def add(self, op: ops.Add) -> None:
-        if not isinstance(self._blocks[op.into.name], Block):
-            self._blocks[op.into.name] = self._blocks.pop(op.buffer.name)
+        if not isinstance(self.blocks[op.into.name], Block):
+            self.blocks[op.into.name] = self.blocks.pop(op.buffer.name)
             return
         into, block = self._held(op.into), self._held(op.buffer)
         dtype = into.tensors[0].dtype
@@ -278,11 +278,11 @@ class Run:
 
     def post(self, op: ops.Post) -> Event | None:
         """Start the exchange; return the event of its end, on a device with streams."""
-        send = self._blocks[op.send.name]
+        send = self.blocks[op.send.name]
         if not isinstance(send, Block):
             send = self._held(op.send)
             if self.queued:
-                self._note_uses()
+                self.note_uses()
         recv = self._take(op.recv, op.message)
         data, into = send.bytes, recv.bytes
         if type(op.route) is Hop:

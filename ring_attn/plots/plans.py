@@ -202,11 +202,11 @@ def scaling_lines(choices: Sequence[Choice], value: Value) -> dict[str, list[tup
         for candidate in sorted(choice.candidates, key=lambda one: one.seconds):
             if candidate.prediction is not None and candidate.name not in seen:
                 seen.add(candidate.name)
-                lines.setdefault(candidate.name, []).append((x, _value(candidate, value)))
+                lines.setdefault(candidate.name, []).append((x, value_of(candidate, value)))
     return {name: sorted(points) for name, points in lines.items()}
 
 
-def _value(candidate: Candidate, value: Value) -> float:
+def value_of(candidate: Candidate, value: Value) -> float:
     assert candidate.prediction is not None, "only simulated candidates have values"
     total = candidate.prediction.total
     if value == "efficiency":

@@ -104,7 +104,7 @@ def halo(
     rows_first = x.movedim(dim, 0)
     other_dims = rows_first.shape[1:]
     rows = rows_first.reshape(rows_first.size(0), math.prod(other_dims))  # (rows, features)
-    around: Tensor = _halo(
+    around: Tensor = halo_operator(
         rows,
         layout=list(layout.numbers),
         left=left,
@@ -183,7 +183,7 @@ def roll(
 
 # A custom operator, so that torch.compile keeps it whole in a graph.
 @torch.library.custom_op("ring_attn::halo", mutates_args=())
-def _halo(
+def halo_operator(
     x: Tensor,
     layout: Sequence[int],
     left: int,
@@ -215,7 +215,7 @@ def _halo(
         "right": right,
         "back": back,
     }
-    plan = _plan(key, x.device).get()
+    plan = halo_plan(key, x.device).get()
     with reporting(process_group):
         transport = open_p2p(process_group, TransportOptions())
         with (
@@ -225,7 +225,7 @@ def _halo(
             return plan.return_gradients(x, transport) if back else plan.gather(x, transport)
 
 
-@_halo.register_fake
+@halo_operator.register_fake
 def _(
     x: Tensor,
     layout: Sequence[int],
@@ -249,17 +249,17 @@ def _setup(ctx: Context, inputs: tuple[Untyped, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
-    dx: Tensor = _halo(dout.contiguous(), *ctx.place, not ctx.back, ctx.shape)
+    dx: Tensor = halo_operator(dout.contiguous(), *ctx.place, not ctx.back, ctx.shape)
     return (dx, None, None, None, None, None, None)
 
 
-_halo.register_autograd(_gradient, setup_context=_setup)
+halo_operator.register_autograd(_gradient, setup_context=_setup)
 
 
 # -- the exchange
 
 
-class _Plan(NamedTuple):
+class HaloPlan(NamedTuple):
     """Rows that one rank sends and receives, as indices on a device.
 
     A place is an index among the own rows, then the received rows, and then a row of zeros.
@@ -300,7 +300,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _plan(key: PlanKey, device: torch.device) -> Cached[_Plan]:
+def halo_plan(key: PlanKey, device: torch.device) -> Cached[HaloPlan]:
     layout, left, right, rank = key
     ranks = range(layout.world_size)
     num_own = layout.shard_len(rank)
@@ -341,7 +341,7 @@ def _plan(key: PlanKey, device: torch.device) -> Cached[_Plan]:
     order = order[around[order] < num_places]
     rounds = torch.arange(len(order)) - torch.searchsorted(around[order], around[order])
     sums = [order[rounds == number] for number in rounds.unique().tolist()]
-    plan = _Plan(
+    plan = HaloPlan(
         own=num_own,
         around=around.to(device),
         sums=tuple((around[index].to(device), index.to(device)) for index in sums),

@@ -152,9 +152,9 @@ class Transport:
     def __init__(self, members: Ranks, member: int, stats: TransportStats | None = None) -> None:
         self.rank, self.world_size = members.index(member), len(members)
         self.stats = stats or TransportStats()
-        self._members = self.global_ranks = members
+        self.members = self.global_ranks = members
         self._subs: dict[Ranks, Transport] = {}  # without this transport itself
-        self._pending: dict[Channel, Any] = {}  # a transport's own record of an exchange
+        self.pending: dict[Channel, Any] = {}  # a transport's own record of an exchange
 
     @contextmanager
     def call(
@@ -241,7 +241,7 @@ class Transport:
         if len(ranks) == self.world_size:
             return self
         if ranks not in self._subs:
-            self._subs[ranks] = self._among(tuple(self._members[rank] for rank in ranks))
+            self._subs[ranks] = self._among(tuple(self.members[rank] for rank in ranks))
         return self._subs[ranks]
 
     def _among(self, members: Ranks) -> Transport:
@@ -274,7 +274,7 @@ class Transport:
 
     def _forget(self) -> None:
         """Release the buffers of all pending exchanges: no `wait` will follow."""
-        self._pending.clear()
+        self.pending.clear()
         for sub in self._subs.values():
             sub._forget()
 

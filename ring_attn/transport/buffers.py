@@ -83,30 +83,30 @@ class Pool:
 
     def __init__(self, device: torch.device, header: int = 0) -> None:
         self._device, self.lasts, self.header = device, streams.are_used(device), header
-        self._free: dict[int, deque[Block]] = {}
+        self.free: dict[int, deque[Block]] = {}
         self._calls = 0
         # By size: the last call that took a buffer.
-        self._taken: dict[int, int] = {}
+        self.taken: dict[int, int] = {}
         # By size: the longest pause so far, in calls, if it was longer than SHORTEST_PAUSE.
-        self._pauses: dict[int, int] = {}
+        self.pauses: dict[int, int] = {}
 
     def begin(self) -> None:
         """Begin a call: drop buffers of sizes that have not been taken for too long."""
         self._calls += 1
-        for size, call in [*self._taken.items()]:
+        for size, call in [*self.taken.items()]:
             pause = self._calls - call
-            if pause > self._pauses.get(size, SHORTEST_PAUSE):
-                self._free.pop(size, None)
+            if pause > self.pauses.get(size, SHORTEST_PAUSE):
+                self.free.pop(size, None)
             if pause > LONGEST_PAUSE:
-                del self._taken[size]
-                self._pauses.pop(size, None)
+                del self.taken[size]
+                self.pauses.pop(size, None)
 
     def take(self, nbytes: int) -> Block:
-        pause = self._calls - self._taken.get(nbytes, self._calls)
+        pause = self._calls - self.taken.get(nbytes, self._calls)
         if pause > SHORTEST_PAUSE:
-            self._pauses[nbytes] = max(pause, self._pauses.get(nbytes, 0))
-        self._taken[nbytes] = self._calls
-        free = self._free.get(nbytes)
+            self.pauses[nbytes] = max(pause, self.pauses.get(nbytes, 0))
+        self.taken[nbytes] = self._calls
+        free = self.free.get(nbytes)
         if free:
             return free.popleft()
         whole = torch.empty(self.header + nbytes, dtype=torch.uint8, device=self._device)
@@ -116,4 +116,4 @@ class Pool:
 
     def give(self, block: Block) -> None:
         """Take back a buffer; its recorded uses may still run."""
-        self._free.setdefault(block.whole.nbytes - self.header, deque()).append(block)
+        self.free.setdefault(block.whole.nbytes - self.header, deque()).append(block)

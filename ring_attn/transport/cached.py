@@ -21,7 +21,7 @@ class Cached(Generic[T]):
 
     def __init__(self, value: T, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Take a value whose work is queued on the current stream, and the value's tensors."""
-        self._value, self._tensors, self._device = value, tuple(tensors), device
+        self.value, self._tensors, self._device = value, tuple(tensors), device
         self._queued = streams.are_used(device)
         if self._queued:
             self._made = streams.record(device)
@@ -34,10 +34,10 @@ class Cached(Generic[T]):
         """
         if capture.is_on():
             _read_by_graphs.update(self._tensors)
-            return self._value
+            return self.value
         if self._queued and (stream := streams.current(self._device)) not in self._ready:
             streams.wait(self._made, self._device)
             for x in self._tensors:
                 streams.lend(x)
             self._ready.add(stream)
-        return self._value
+        return self.value

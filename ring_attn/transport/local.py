@@ -72,33 +72,33 @@ class LocalTransport(Transport):
 
     def wait(self, channel: Channel) -> None:
         """Wait until this rank has copied its messages and the others have copied theirs."""
-        batch: Batch = self._pending.pop(channel)
+        batch: Batch = self.pending.pop(channel)
         sent, turn = self._under_way.sent, self._under_way.turn
         for rank, into in batch.receives:
             incoming = self._key(channel, rank, self.rank)
-            self._under_way.until(self._members[self.rank], incoming, sent=True)
+            self._under_way.until(self.members[self.rank], incoming, sent=True)
             self.stats.bytes_received += sent[incoming].nbytes
             into.copy_(sent.pop(incoming))
             turn.notify_all()
         for rank, _ in batch.sends:
             outgoing = self._key(channel, self.rank, rank)
-            self._under_way.until(self._members[self.rank], outgoing, sent=False)
+            self._under_way.until(self.members[self.rank], outgoing, sent=False)
         if batch.finish is not None:
             batch.finish()
 
     def _among(self, members: Ranks) -> LocalTransport:
-        return LocalTransport(members, self._members[self.rank], self._under_way, self.stats)
+        return LocalTransport(members, self.members[self.rank], self._under_way, self.stats)
 
     def _exchange(self, batch: Batch) -> None:
         for rank, message in batch.sends:
             self._under_way.sent[self._key(batch.channel, self.rank, rank)] = message
             self.stats.bytes_sent += message.nbytes
         self._under_way.turn.notify_all()
-        self._pending[batch.channel] = batch
+        self.pending[batch.channel] = batch
         self.stats.messages += 1
 
     def _key(self, channel: Channel, sender: int, receiver: int) -> MessageKey:
-        return self._members, channel, self._members[sender], self._members[receiver]
+        return self.members, channel, self.members[sender], self.members[receiver]
 
 
 def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T]:

@@ -94,8 +94,8 @@ class P2PTransport(Transport):
         super().__init__(members or everyone, shared.member.rank, stats)
         self._shared, self._timeout_s, self._options = shared, timeout_s, options
         self.sms_per_exchange, self.spare_sms = options.max_ctas, options.spare_sms
-        self.global_ranks = tuple(shared.member.global_ranks[member] for member in self._members)
-        self._scope = zlib.crc32(repr(self._members).encode())
+        self.global_ranks = tuple(shared.member.global_ranks[member] for member in self.members)
+        self._scope = zlib.crc32(repr(self.members).encode())
         self._nccl_channels: dict[Channel, NcclChannel] = {}
         # Kinds and digests of the last calls.
         self._made: deque[tuple[str, bytes]] = deque(maxlen=CALLS_KNOWN)
@@ -219,7 +219,7 @@ class P2PTransport(Transport):
         """Wait for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
-        step, started, finish, device = self._pending.pop(channel)
+        step, started, finish, device = self.pending.pop(channel)
         start = time.monotonic()
         if not isinstance(started, list):
             streams.wait(started, device)
@@ -229,7 +229,7 @@ class P2PTransport(Transport):
                 self._wait_for(work, peer, start)
             except RuntimeError as error:
                 elapsed = time.monotonic() - start
-                raise self._error(step, what, peer, elapsed, error) from error
+                raise self.error_of(step, what, peer, elapsed, error) from error
         if finish is not None:
             finish()
         self.stats.wait_s += time.monotonic() - start
@@ -307,7 +307,7 @@ class P2PTransport(Transport):
         for _, x in batch.receives:
             received += x.nbytes
         start = partial(self._send_tagged, link.gloo, batch)
-        return self._start(batch, peer, start, sent=sent, received=received)
+        return self.start_batch(batch, peer, start, sent=sent, received=received)
 
     def _hop(self, batch: Batch) -> Event | None:
         """Start one send and one receive of NCCL, whose messages begin with a header."""
@@ -346,7 +346,7 @@ class P2PTransport(Transport):
         for start, what, messages in both:
             for rank, x in messages:
                 tag = message_tag(seed, batch.channel, batch.step, x.nbytes)
-                works.append((start([x], self._members[rank], tag), what, rank))
+                works.append((start([x], self.members[rank], tag), what, rank))
         return works
 
     def _collective(
@@ -404,14 +404,14 @@ class P2PTransport(Transport):
         if is_first and after is not None:
             after = [*after, *headers.ready]
         run = partial(channel.run, batch.step, peer, start, after, headers.call)
-        return self._start(batch, peer, run, sent=sent, received=received)
+        return self.start_batch(batch, peer, run, sent=sent, received=received)
 
     def _nccl_channel(self, channel: Channel, device: torch.device) -> NcclChannel:
         if channel not in self._nccl_channels or self._shared.failure.error is not None:
             link = self._shared.link(device, self._timeout_s)
             assert isinstance(link, NcclLink), "CUDA tensors are sent by NCCL"
             self._nccl_channels[channel] = link.channel(
-                self._members,
+                self.members,
                 channel,
                 self._timeout_s,
                 device,
@@ -419,7 +419,7 @@ class P2PTransport(Transport):
             )
         return self._nccl_channels[channel]
 
-    def _start(
+    def start_batch(
         self,
         batch: Batch,
         peer: int,
@@ -429,16 +429,16 @@ class P2PTransport(Transport):
         received: int,
     ) -> Event | None:
         channel, step = batch.channel, batch.step
-        if channel in self._pending:
+        if channel in self.pending:
             raise RuntimeError(
                 f"{self._shared.member.name} posts step {step} on channel "
-                f"{channel!r}, where step {self._pending[channel][0]} has not been waited for"
+                f"{channel!r}, where step {self.pending[channel][0]} has not been waited for"
             )
         try:
             started = start()
         except RuntimeError as error:
-            raise self._error(step, RECEIVE, peer, 0.0, error) from error
-        self._pending[channel] = step, started, batch.finish, batch.device
+            raise self.error_of(step, RECEIVE, peer, 0.0, error) from error
+        self.pending[channel] = step, started, batch.finish, batch.device
         self.stats.bytes_sent += sent
         self.stats.bytes_received += received
         self.stats.messages += 1
@@ -453,7 +453,7 @@ class P2PTransport(Transport):
             raise RuntimeError("timed out")
         calls.waiting = None
 
-    def _error(
+    def error_of(
         self, step: int, what: str, peer: int, elapsed: float, error: Exception
     ) -> RuntimeError:
         failure, peer_rank = self._shared.failure, self.global_ranks[peer]
@@ -472,23 +472,23 @@ class P2PTransport(Transport):
         return RuntimeError(noticed(str(reason), place))
 
 
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions, P2PTransport]] = (
-    weakref.WeakKeyDictionary()
-)
+transports_of_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[TransportOptions, P2PTransport]
+] = weakref.WeakKeyDictionary()
 
 
 def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
     """Return the transport of a group and options; all ranks connect together at its first call."""
-    by_options = _transports.get(group, {})
+    by_options = transports_of_groups.get(group, {})
     if options not in by_options:
-        by_options = _transports.setdefault(group, by_options)
+        by_options = transports_of_groups.setdefault(group, by_options)
         by_options[options] = new_p2p(group, options)
     return by_options[options]
 
 
 def check_calls(group: dist.ProcessGroup) -> None:
     """Compare the ranks' calls on a group so far; see `P2PTransport.check`."""
-    for transport in list(_transports.get(group, {}).values())[:1]:
+    for transport in list(transports_of_groups.get(group, {}).values())[:1]:
         transport.check()
 
 
@@ -499,7 +499,7 @@ def check_within(outer: dist.ProcessGroup) -> None:
     """
     ranks = set(dist.get_process_group_ranks(outer))
     # By name: ranks may have used their groups first in different orders.
-    for group in sorted(_transports, key=lambda group: group.group_name):
+    for group in sorted(transports_of_groups, key=lambda group: group.group_name):
         if groups.is_alive(group) and ranks.issuperset(dist.get_process_group_ranks(group)):
             check_pending(group)
 
@@ -509,7 +509,7 @@ def check_pending(group: dist.ProcessGroup) -> None:
 
     Elsewhere calls compare themselves. Does nothing in a capture, whose calls have not run.
     """
-    if group not in _transports:
+    if group not in transports_of_groups:
         return
     shared = rank_group(group)
     devices = shared.connection.devices.values()

@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
         self.cuda = Cuda(self)
         self.num_ops = 0  # operators on tensors of the device
         self._fail_at = fail_at
-        self._ids: dict[int, int] = {}
+        self.ids: dict[int, int] = {}
         self.ended: list[Node] = []  # nodes that the host knows to be over
         self._kept: list[Tensor] = []
         self._active = True
@@ -200,9 +200,9 @@ class Recorder(TorchDispatchMode):
     def _memory(self, x: Tensor) -> int:
         """The memory of a tensor; if no operator made the tensor, its bytes are initial."""
         storage = x.untyped_storage()
-        if storage.data_ptr() not in self._ids:
+        if storage.data_ptr() not in self.ids:
             self._adopt(x, None)
-        return self._ids[storage.data_ptr()]
+        return self.ids[storage.data_ptr()]
 
     def _adopt(self, x: Tensor, stream: Queue | None) -> None:
         storage = x.untyped_storage()
@@ -210,18 +210,18 @@ class Recorder(TorchDispatchMode):
         address, number = storage.data_ptr(), len(self.memories)
         self.memories.append(Memory(storage.nbytes(), initial, stream))
         self.memories[-1].graph = None if stream is None else self.cuda.capture
-        self._ids[address] = number
+        self.ids[address] = number
         weakref.finalize(storage, self._give_back, address, number)
 
     def _give_back(self, address: int, number: int) -> None:
-        del self._ids[address]
+        del self.ids[address]
         memory = self.memories[number]
         capture = self.cuda.capture
         # A graph's memory is used anew only within its capture.
         if not self._active or memory.stream is None or memory.graph not in (None, capture):
             return
         # The node stands for the next user of the memory; no other node waits for it.
-        node = Node(f"the next user of memory {number}", (), [], [self._whole(number)])
+        node = Node(f"the next user of memory {number}", (), [], [self.whole(number)])
         node.run = _poison(number)
         queues = (memory.stream, *memory.lent_to)
         if capture is memory.graph:
@@ -239,7 +239,7 @@ class Recorder(TorchDispatchMode):
         self.memories[-1].on_device = True
         return replace(like, memory=len(self.memories) - 1, offset=0)
 
-    def _whole(self, number: int) -> Ref:
+    def whole(self, number: int) -> Ref:
         nbytes = self.memories[number].nbytes
         return Ref(number, 0, (nbytes,), (1,), torch.uint8)
 
@@ -260,10 +260,10 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         outs = tree_leaves(out)
         fresh = [
-            x for x in outs if _has_bytes(x) and x.untyped_storage().data_ptr() not in self._ids
+            x for x in outs if _has_bytes(x) and x.untyped_storage().data_ptr() not in self.ids
         ]
         for x in fresh:
-            if x.untyped_storage().data_ptr() not in self._ids:
+            if x.untyped_storage().data_ptr() not in self.ids:
                 self._adopt(x, self.cuda.home)
         changed = [x for x in _written(func, args, kwargs) if _has_bytes(x)]
         writes = [self.ref(x) for x in changed]
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):
         if (not fresh and not writes) or name == "detach_":
             return out  # a view
         made = [self.ref(x) for x in fresh]
-        whole = [self._whole(ref.memory) for ref in made]
+        whole = [self.whole(ref.memory) for ref in made]
         if name in ALLOCATE:
             self.queue(Node(name, (), [], whole, _poison(made[0].memory)))
             return out
@@ -304,9 +304,9 @@ class HostReads(TorchFunctionMode):
 
 
 _OWN = {
-    ops.attention: ops._attention,
-    ops.attention_backward: ops._attention_backward,
-    torch.ops.ring_attn.halo.default: neighbours._halo._init_fn,
+    ops.attention: ops.run_attention,
+    ops.attention_backward: ops.run_attention_backward,
+    torch.ops.ring_attn.halo.default: neighbours.halo_operator._init_fn,
 }
 
 

@@ -72,8 +72,11 @@ class Program:
                     write.after.append(read or write)
                 if read is not None and write is not None:
                     assert read.reads[0].nbytes == write.writes[0].nbytes, f"{read} meets {write}"
-        aborted = {(step.rank, node.communicator): node for node, step in self.starts.items()
-                   if isinstance(node, Transfer) and node.aborted}  # fmt: skip
+        aborted = {
+            (step.rank, node.communicator): node
+            for node, step in self.starts.items()
+            if isinstance(node, Transfer) and node.aborted
+        }
         for (rank, _), last in aborted.items():
             self._add(Step("abort", last, rank, [self.ends[one] for one in last.cut_after]))
 

@@ -39,7 +39,7 @@ class Kernel:
     def launch(self, *addresses: int, **args: Tensor) -> Any:
         """Launches with tensors as triton does, or repeats with addresses."""
         x, table = addresses or (args[name].data_ptr() for name in self.arg_names)
-        refs = (self.recorder._whole(self.recorder._ids[address]) for address in (x, table))
+        refs = (self.recorder.whole(self.recorder.ids[address]) for address in (x, table))
         x, table = refs
         self.recorder.queue(Node("kernel", (), [table], [x], lambda memories: None))
         return self
@@ -78,13 +78,13 @@ def launches(repeated: bool) -> Callable[[int, Recorder], None]:
 
 def halos(_: int, recorder: Recorder) -> None:
     layout = SequenceLayout.contiguous(12, 3)
-    neighbours._plan.cache_clear()
+    neighbours.halo_plan.cache_clear()
     for _ in range(2):
         with streams.use(streams.new(DEVICE)):
             x = torch.ones(1, 4, 2)
             recorder.given(x)
             halo(x, layout, 1)
-    neighbours._plan.cache_clear()
+    neighbours.halo_plan.cache_clear()
 
 
 CALLS = {"tables": launches(False), "kept launches": launches(True), "halo": halos}
@@ -94,7 +94,7 @@ CALLS = {"tables": launches(False), "kept launches": launches(True), "halo": hal
 @pytest.mark.parametrize("name", CALLS)
 def test_other_streams_wait_for_what_is_cached(name: str) -> None:
     assert record(3, CALLS[name]).races() == []
-    faults = (Cached, "get", lambda self: self._value), (Recorder, "lend", lambda *_: None)
+    faults = (Cached, "get", lambda self: self.value), (Recorder, "lend", lambda *_: None)
     for fault in faults:
         with mock.patch.object(*fault):
             assert record(3, CALLS[name]).races()

@@ -98,7 +98,7 @@ def test_every_mask(strategy: str, mask: str) -> None:
 
 def wait_for_nothing(self: P2PTransport, channel: Channel) -> None:
     if self.world_size > 1:
-        self._pending.pop(channel)
+        self.pending.pop(channel)
 
 
 def post_at_once(
@@ -117,14 +117,14 @@ def record_elsewhere(self: machine.Run) -> None:
         NOTE_USES(self)
 
 
-RUN, POST, NOTE_USES = NcclChannel.run, P2PTransport.post, machine.Run._note_uses
+RUN, POST, NOTE_USES = NcclChannel.run, P2PTransport.post, machine.Run.note_uses
 
 # Name of a fault -> object, attribute and faulty function to patch.
 FAULTS: dict[str, tuple[object, str, object]] = {
     "a wait": (P2PTransport, "wait", wait_for_nothing),
     "what a post waits for": (NcclChannel, "run", post_at_once),
     "the last uses of a buffer": (machine, "last_uses", lambda send, recv: []),
-    "an event on the wrong stream": (machine.Run, "_note_uses", record_elsewhere),
+    "an event on the wrong stream": (machine.Run, "note_uses", record_elsewhere),
     "memory given back early": (P2PTransport, "post", send_a_copy),
 }
 

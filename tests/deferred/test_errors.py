@@ -20,7 +20,7 @@ from tests.deferred.test_calls import case_of
 
 RANKS, FAILING = 3, 1
 Results = list[dict[str, torch.Tensor]]
-INSIDE = {"_attention", "_attention_backward"}
+INSIDE = {"run_attention", "run_attention_backward"}
 
 
 def checked(layers: Layers, rank: int, recorder: Recorder, *, check: bool = True) -> None:

@@ -138,9 +138,14 @@ class DecodingPages(Replays):
     def step(self, rank: int, recorder: Recorder, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         *qkv, lengths, table = inputs
         out, lse = tree_decode(
-            *qkv, cache_seqlens=lengths, block_table=table, window_size=(5, -1), return_lse=True,
-            backend="reference", transport=TRANSPORT,
-        )  # fmt: skip
+            *qkv,
+            cache_seqlens=lengths,
+            block_table=table,
+            window_size=(5, -1),
+            return_lse=True,
+            backend="reference",
+            transport=TRANSPORT,
+        )
         return out, lse
 
 
@@ -155,9 +160,10 @@ def check(world_size: int, captured: Replays, plain: Replays) -> None:
         assert same(results, program.run(at_random(0)))
 
 
-@pytest.mark.parametrize("strategy", [
-    pytest.param(name, marks=() if name == "ring" else pytest.mark.slow) for name in QUICK
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=() if name == "ring" else pytest.mark.slow) for name in QUICK],
+)
 def test_a_graph_of_forward_and_backward(strategy: str) -> None:
     mask, world_size = QUICK[strategy]
     world_size = 3 if strategy == "ring" else world_size
@@ -283,9 +289,12 @@ def test_a_captured_launch_needs_its_kernel_and_table_from_before() -> None:
 
         @capture.a_call
         def run(x: Tensor) -> None:
-            kept.run((TILES, "kernel"), (x,), (), lambda: Launch(
-                kernel, (1,), {"x_ptr": x, "table_ptr": table()}, {}, {}
-            ))  # fmt: skip
+            kept.run(
+                (TILES, "kernel"),
+                (x,),
+                (),
+                lambda: Launch(kernel, (1,), {"x_ptr": x, "table_ptr": table()}, {}, {}),
+            )
 
         with graph.capture(), pytest.raises(NotImplementedError, match="a kernel would be loaded"):
             run(x)
@@ -315,8 +324,8 @@ def test_ranks_that_replay_other_graphs_hear_of_it() -> None:
         own = rank_group(dist.group.WORLD).calls.headers
         for number, chosen in enumerate((0, rank == 1, 0)):
             graphs[chosen].replay()
-            recorder.result(f"heard {number}", own._replays[1])
-        own._replays = own._replays[0], torch.tensor(True)
+            recorder.result(f"heard {number}", own.replays[1])
+        own.replays = own.replays[0], torch.tensor(True)
         with pytest.raises(RuntimeError, match="a replay of a CUDA graph"):
             both[0].step(rank, recorder, inputs)
 

@@ -113,7 +113,7 @@ def test_dq_has_one_stream_that_is_no_channels() -> None:
 
     def channel(self: links.NcclChannel, *given: Any) -> None:
         made(self, *given)
-        channels.append(self._stream)
+        channels.append(self.stream)
 
     def side_by_side(device: torch.device, side: Any, *works: Any) -> None:
         sides.add(side)

@@ -24,9 +24,14 @@ Group = dist.ProcessGroup | None
 
 STRATEGIES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange", "auto")
 SIZES: Arguments = {
-    "batch": 1, "rows": ROWS, "nheads": 4, "nheads_kv": 4, "headdim": 8, "headdim_v": 8,
+    "batch": 1,
+    "rows": ROWS,
+    "nheads": 4,
+    "nheads_kv": 4,
+    "headdim": 8,
+    "headdim_v": 8,
     "dtype": torch.float32,
-}  # fmt: skip
+}
 USUAL: Arguments = {"causal": True, "softmax_scale": 0.25, "layout": "contiguous"}
 SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
 WITH_GRADIENT = torch.zeros(4, requires_grad=True)
@@ -105,8 +110,18 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "timeout": ({}, {"transport": TransportOptions(timeout=20)}, "transport: global rank 1 has"),
 }
 # Differences that change more arguments than those named here.
-MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softcap", "sinks",
-        "gradient of the sinks", "strategy", "heads of one size")  # fmt: skip
+MORE = (
+    "rows",
+    "more rows",
+    "layout",
+    "documents",
+    "documents of keys",
+    "softcap",
+    "sinks",
+    "gradient of the sinks",
+    "strategy",
+    "heads of one size",
+)
 
 
 def call(group: Group, *, backward: bool = True, **arguments: Any) -> Tensor:
@@ -121,13 +136,20 @@ def call(group: Group, *, backward: bool = True, **arguments: Any) -> Tensor:
     requires_grad = options.pop("requires_grad", True)
     q, k, v = (
         torch.ones(
-            sizes["batch"], sizes["rows"], sizes[heads], sizes[dim],
-            dtype=sizes["dtype"], requires_grad=requires_grad, device=device(),
+            sizes["batch"],
+            sizes["rows"],
+            sizes[heads],
+            sizes[dim],
+            dtype=sizes["dtype"],
+            requires_grad=requires_grad,
+            device=device(),
         )
         for heads, dim in (
-            ("nheads", "headdim"), ("nheads_kv", "headdim"), ("nheads_kv", "headdim_v")
+            ("nheads", "headdim"),
+            ("nheads_kv", "headdim"),
+            ("nheads_kv", "headdim_v"),
         )
-    )  # fmt: skip
+    )
     if "cu_seqlens" in options:
         q, k, v = (x[0] for x in (q, k, v))
     out = ring_attention(q, k, v, **options)

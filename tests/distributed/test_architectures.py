@@ -40,11 +40,11 @@ def test_models_are_right_or_refused() -> None:
 @on_ranks(2)
 def test_models_that_are_not_refused_would_be_wrong() -> None:
     """Without the checks the sweep finds the models that they are for."""
-    names = ("_refuse_by_code", "_require_positions", "_after")
+    names = ("refuse_by_code", "require_positions", "after_forward")
     with mock.patch.multiple(integration, **{name: lambda *args: None for name in names}):
         for name in ("BloomForCausalLM", "BartForCausalLM", "MobileBertForMaskedLM"):
             found = outcome(BY_NAME[name])
-            integration._forward.depth = 0
+            integration.running.depth = 0
             assert found.startswith("WRONG"), (name, found)
 
 

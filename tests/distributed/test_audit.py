@@ -177,12 +177,15 @@ def test_a_right_step_of_each_kind_has_no_finding(kind: str, layout: str, ranks:
 
 @pytest.mark.parametrize(
     ("kind", "bug"),
-    [("gathered", "keys without gradients"),
-     ("plain", "seed of the rank"), ("accumulated", "summed in each micro-batch"),
-     ("tensor_parallel", "batch of the rank"),
-     ("fsdp_clipped", "clipped by the shard's norm"),  # Megatron-LM 5916
-     ("of_torch", "cut without the balancer")],
-)  # fmt: skip
+    [
+        ("gathered", "keys without gradients"),
+        ("plain", "seed of the rank"),
+        ("accumulated", "summed in each micro-batch"),
+        ("tensor_parallel", "batch of the rank"),
+        ("fsdp_clipped", "clipped by the shard's norm"),  # Megatron-LM 5916
+        ("of_torch", "cut without the balancer"),
+    ],
+)
 @pytest.mark.sweep(3)
 def test_what_no_hypothesis_explains_is_said(kind: str, bug: str, ranks: Any) -> None:
     report = judged(partial(steps(kind), bug), ranks, 2)

@@ -331,16 +331,18 @@ SYNC = partial(sync_gradients, module=[x(3).requires_grad_()], **defaults(sync_g
 @on_ranks(2)
 def test_bad_arguments() -> None:
     """Every entry of the tables raises its error, and makes no transport."""
-    before = set(p2p._transports)
+    before = set(p2p.transports_of_groups)
     both = (*TENSORS, *BACKENDS, *BOTH)
     tables = (
-        (ATTEND, (*both, *ATTENTION)), (DECODED, (*both, *DECODE)), (WHOLE, UNSHARD),
-    )  # fmt: skip
+        (ATTEND, (*both, *ATTENTION)),
+        (DECODED, (*both, *DECODE)),
+        (WHOLE, UNSHARD),
+    )
     with forward_ad.dual_level(), no_communication():
         for call, table in tables:
             for bad in table:
                 assert_refused(call, bad)
-    assert set(p2p._transports) == before
+    assert set(p2p.transports_of_groups) == before
 
 
 # Words of a message in place of an argument's name.
@@ -351,9 +353,11 @@ TAKEN = {
     **dict.fromkeys(("alibi_slopes", "cu_seqlens", "cu_seqlens_k", "group", "mask"), ["None"]),
     **dict.fromkeys(("same_bits", "sinks", "tree_decode's layout"), ["None"]),
     **dict.fromkeys(("cache_seqlens", "block_table"), ["None"]),
-    "softmax_scale": ["None", "1.5"], "softcap": ["1.5"], "x": ["bool tensor", "complex"],
+    "softmax_scale": ["None", "1.5"],
+    "softcap": ["1.5"],
+    "x": ["bool tensor", "complex"],
     "module": ["[]", "{}"],
-}  # fmt: skip
+}
 
 
 @on_ranks(2)

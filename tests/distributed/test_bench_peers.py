@@ -50,10 +50,16 @@ CHOICES = {
 
 def shape(kind: str, **changes: Any) -> Shape:
     sizes: dict[str, Any] = {
-        "batch": 2, "seqlen": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
-        "causal": kind != "full", "dtype": torch.float32, "device": torch.device("cpu"),
+        "batch": 2,
+        "seqlen": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "causal": kind != "full",
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
         "masked": CHOICES[kind],
-    }  # fmt: skip
+    }
     return Shape(**{**sizes, **changes})
 
 
@@ -171,9 +177,19 @@ def ours(layout: str) -> Callable[..., Tensor]:
 
 
 def llama3(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
-    max_seqlen_k: Any, *, heads_k_stride: int, local_k_slice: Any, causal: bool, group: Any,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    *,
+    heads_k_stride: int,
+    local_k_slice: Any,
+    causal: bool,
+    group: Any,
+) -> Tensor:
     assert q.ndim == 3 and heads_k_stride == 1 and local_k_slice == "slice" and causal
     mask = masks.documents(cu_seqlens_q, causal=True)
     return ring_attn.ring_attention(q, k, v, mask=mask, group=group)
@@ -206,9 +222,15 @@ def set_seq_parallel_pg(ulysses: int, ring: int, rank: int, world_size: int) -> 
 
 class DotProduct:
     def __init__(
-        self, *, num_attention_heads: int, kv_channels: int, num_gqa_groups: int,
-        attention_dropout: float, qkv_format: str, attn_mask_type: str,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        num_attention_heads: int,
+        kv_channels: int,
+        num_gqa_groups: int,
+        attention_dropout: float,
+        qkv_format: str,
+        attn_mask_type: str,
+    ) -> None:
         assert attention_dropout == 0.0 and qkv_format == "bshd"
         self.sizes = (num_attention_heads, num_gqa_groups, kv_channels)
         self.causal = {"causal": True, "no_mask": False}[attn_mask_type]
@@ -231,10 +253,20 @@ class Magi:
     """Chunks go to the ranks in turn; the key holds what a call needs."""
 
     def key(
-        self, *, q_ranges: Any, k_ranges: Any, attn_mask_type: list[str], total_seqlen_q: int,
-        total_seqlen_k: int, num_heads_q: int, num_heads_kv: int, head_dim: int, pad_size: int,
-        chunk_size: int, cp_group_or_mesh: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        *,
+        q_ranges: Any,
+        k_ranges: Any,
+        attn_mask_type: list[str],
+        total_seqlen_q: int,
+        total_seqlen_k: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        head_dim: int,
+        pad_size: int,
+        chunk_size: int,
+        cp_group_or_mesh: Any,
+    ) -> Any:
         assert pad_size == 0 and total_seqlen_q == total_seqlen_k and q_ranges == k_ranges
         layout = ring_attn.SequenceLayout.striped(total_seqlen_q, dist.get_world_size())
         causal = {"causal": True, "full": False}[attn_mask_type[0]]
@@ -299,7 +331,7 @@ def test_peers_on_ranks_get_their_arguments() -> None:
             peer: Any = ring_peers.RING_PEERS[name]
             for kind in peer.kinds:
                 case = RingCase(shape(kind, batch=1), 2, "zigzag", threads=1, backward=True)
-                judge = ring._Judge(case, group)
+                judge = ring.Judge(case, group)
                 assert peer.reason_against_size(case) is None
                 impl = peer(judge.case, group, judge.inputs)
                 with impl.active():
@@ -309,7 +341,7 @@ def test_peers_on_ranks_get_their_arguments() -> None:
                 assert impl.label
                 # The rows that are drawn for the timing have the sizes of those that are judged.
                 drawn = peer(judge.case, group)
-                sizes = [[x.shape for x in each._leaves] for each in (drawn, impl)]
+                sizes = [[x.shape for x in each.leaves] for each in (drawn, impl)]
                 assert sizes[0] == sizes[1]
 
 
@@ -319,7 +351,7 @@ def test_a_call_without_its_computation_only_sends() -> None:
     case = RingCase(shape("causal"), 2, "zigzag", threads=1, backward=True)
     group = dist.group.WORLD
     assert group is not None
-    judge = ring._Judge(case, group)
+    judge = ring.Judge(case, group)
     impl = Ours(judge.case, group, judge.inputs)
     backend = get_backend(choose_backend(case.shape.spec).name)
     with without_compute(backend), profiling.collect():
@@ -355,7 +387,7 @@ def test_an_error_of_ours_fails_the_run_and_a_refusal_does_not() -> None:
     group = dist.group.WORLD
     assert group is not None
     for error, failures in ((ArithmeticError("made to fail"), 1), (ValueError("refused"), 0)):
-        one = ring._Ring(setting, case, group)
+        one = ring.RankRing(setting, case, group)
         said = io.StringIO()
         with mock.patch.object(Ours, "set_up", side_effect=error), redirect_stderr(said):
             rows = one.rows(entries, lambda what, share: None)

@@ -169,9 +169,9 @@ def fails_while_another_waits() -> None:
     if dist.get_rank() == ODD:
         shared.failure.fail("out of memory")  # as an error within a call does
     else:
-        channel = next(iter(shared.connection.links["cpu"]._channels.values()))  # type: ignore[attr-defined]
+        channel = next(iter(shared.connection.links["cpu"].channels.values()))  # type: ignore[attr-defined]
         never: Any = SimpleNamespace(differs=lambda: None)
-        channel._posted.append(Posted(0, "shards", ODD, time.monotonic(), never, never))
+        channel.posted.append(Posted(0, "shards", ODD, time.monotonic(), never, never))
         while shared.failure.error is None:
             time.sleep(0.1)
         assert "out of memory" in ended(lambda: call(None, x)).text

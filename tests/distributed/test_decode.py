@@ -53,9 +53,13 @@ def test_a_growing_cache(dtype: torch.dtype, tokens: int) -> None:
         ends.stats.reset()
         with poisoned_empty():
             got = tree_decode(
-                q, layout.shard(k, rank), layout.shard(v, rank), layout=layout,
-                sinks=random_sinks(4), return_lse=True,
-            )  # fmt: skip
+                q,
+                layout.shard(k, rank),
+                layout.shard(v, rank),
+                layout=layout,
+                sinks=random_sinks(4),
+                return_lse=True,
+            )
         assert_exact(got, inputs, Mask(tokens, layout.seqlen, causal=True), sinks=random_sinks(4))
         assert all(all(map(torch.equal, got, others)) for others in everyone(got))
         nbytes = decode_packet(AttentionSpec.of(q, k, v), tokens).nbytes

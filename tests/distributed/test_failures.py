@@ -51,7 +51,7 @@ def with_a_victim(
 
 def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
     pool = fresh_ranks(3)
-    pool.start(with_a_victim, 0, signal.SIGSTOP, "_start", FAR)
+    pool.start(with_a_victim, 0, signal.SIGSTOP, "start_batch", FAR)
     pid = pool.pids[0]
     while ") T " not in Path(f"/proc/{pid}/stat").read_text():
         time.sleep(0.02)
@@ -164,6 +164,6 @@ def test_who_holds_up_a_peer(waits: dict[int, int | None], held_up: list[int]) -
 
 def test_the_first_rank_to_fail_is_the_one_that_is_reported() -> None:
     notes = [Notes(dist.HashStore(), "here", 0)]
-    notes.append(Notes(notes[0]._store, "here", 1))
+    notes.append(Notes(notes[0].store, "here", 1))
     assert [one.write_failure(f"error {i}") for i, one in enumerate(notes)] == [True, False]
     assert notes[0].failure() is None and "error 0" in str(notes[1].failure())

@@ -58,7 +58,7 @@ def exits(*_: object) -> NoReturn:
 
 
 def crashes(cell: Cell, victims: tuple[int, ...]) -> Any:
-    with mock.patch.object(P2PTransport, "_error", exits):
+    with mock.patch.object(P2PTransport, "error_of", exits):
         return on_rank(cell, victims)
 
 

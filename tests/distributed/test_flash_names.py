@@ -244,15 +244,19 @@ def test_copies_of_llama3_arguments_that_fit_several_sequences() -> None:
     first, second = (torch.tensor([0, 5, 8, end, 16]) for end in (10, 12))
     *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(first, True, 0, 2)
     given = names.Local(
-        cu_seqlens_q=(0, 5, 8), cu_seqlens_k=(0, 5, 8), keys=(0, 8),
-        causal=True, rank=0, world_size=2,
-    )  # fmt: skip
+        cu_seqlens_q=(0, 5, 8),
+        cu_seqlens_k=(0, 5, 8),
+        keys=(0, 8),
+        causal=True,
+        rank=0,
+        world_size=2,
+    )
     copy = local[0].clone()
-    assert keys == slice(0, 8) and names._all_documents(given, copy).tolist() == first.tolist()
+    assert keys == slice(0, 8) and names.all_documents(given, copy).tolist() == first.tolist()
     names.llama3_flash_attn_prepare_cu_seqlens(second, True, 0, 2)
     with refused(ValueError, "values that fit several sequences|pass the tensors"):
-        names._all_documents(given, copy)
-    assert names._all_documents(given, local[0]).tolist() == first.tolist()
+        names.all_documents(given, copy)
+    assert names.all_documents(given, local[0]).tolist() == first.tolist()
 
 
 @on_ranks(3)
@@ -519,8 +523,13 @@ def test_refusals() -> None:
         (ValueError, "q must be (batch, rows, nheads|(12,", dense, (x, x, x), {}),
         (ValueError, "k must be (rows, nheads|(1, 12", varlen, (x, x[None], *good[2:]), {}),
         (ValueError, "kv must be (rows, 2, nh", kv_varlen, (x, x, *good[3:]), {}),
-        (TypeError, "qkv must be float16|int64", flash_attn.flash_attn_qkvpacked_func,
-         (kv.long(),), {}),
+        (
+            TypeError,
+            "qkv must be float16|int64",
+            flash_attn.flash_attn_qkvpacked_func,
+            (kv.long(),),
+            {},
+        ),
         (ValueError, "max_seqlen_k|at least|cu_seqlens_k|14|13", varlen, (*good[:6], 13), {}),
         (TypeError, "max_seqlen_q must be an int|None", varlen, (*good[:5], None, 14), {}),
         (TypeError, "cu_seqlens_k must be an int32|None", varlen, (*good[:4], None, 14, 14), {}),
@@ -529,7 +538,7 @@ def test_refusals() -> None:
         (NotImplementedError, "alibi_slopes", varlen, good, {"alibi_slopes": x}),
         (ValueError, "padding|SequenceLayout", varlen, (x, x, x, cu[:2], cu[:2], 14, 14), {}),
         (TypeError, "flash_attn_varlen_func|zigzag", varlen, good, {"zigzag": True}),
-    ]  # fmt: skip
+    ]
     for kind, words, function, arguments, options in calls:
         with refused(kind, words):
             function(*arguments, **options)

@@ -29,9 +29,12 @@ def generate(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Tokens, and the logits from which they were chosen."""
     model.generation_config.eos_token_id = None
     out = model.generate(
-        make_prompt(), max_new_tokens=NUM_TOKENS, output_logits=True, return_dict_in_generate=True,
+        make_prompt(),
+        max_new_tokens=NUM_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
         **{"do_sample": False} | options,
-    )  # fmt: skip
+    )
     return out.sequences, torch.stack(out.logits, 1)
 
 

@@ -147,7 +147,7 @@ def test_everything_goes_with_the_group() -> None:
 
 
 def make_groups_and_destroy_them() -> None:
-    before, transports = held_by_the_process(), len(p2p._transports)
+    before, transports = held_by_the_process(), len(p2p.transports_of_groups)
     x = torch.ones(1, 2, 4, 8)
     for _ in range(2):
         group = dist.new_group()
@@ -167,7 +167,7 @@ def make_groups_and_destroy_them() -> None:
             assert now[0] <= held[0] and now[1] <= held[1], (held, now)
         dist.destroy_process_group(group)
         del group
-    assert len(p2p._transports) == transports
+    assert len(p2p.transports_of_groups) == transports
     # A connection is closed on both sides once both ranks have let go of it.
     dist.barrier()
     while any(now > one for now, one in zip(held_by_the_process(), before, strict=True)):
@@ -289,7 +289,7 @@ class SlowStore(rendezvous.PollingStore):
         super().set(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
+        return self.store.check(keys)
 
 
 @pytest.mark.gloo
@@ -301,7 +301,7 @@ def test_a_slow_store_is_waited_for() -> None:
     shared = rank_group(group)
     assert shared.connection.notes is not None
     if dist.get_rank() == 0:
-        shared.connection.notes._store = SlowStore(shared._store.store)
+        shared.connection.notes.store = SlowStore(shared.store.store)
         shared.failure.fail("memory is full")
     else:
         with refused(RuntimeError, "rank 0 left its call: memory is full"):

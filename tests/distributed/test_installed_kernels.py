@@ -86,9 +86,18 @@ def scan_of_mamba2(torch_function: Any) -> Callable[..., Any]:
     ) -> Any:
         assert z is None and seq_idx is None and cu_seqlens is None and initial_states is None
         return torch_function(
-            x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            dt_limit=dt_limit, return_final_states=return_final_states,
-        )  # fmt: skip
+            x,
+            dt,
+            A,
+            B,
+            C,
+            chunk_size,
+            D=D,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            return_final_states=return_final_states,
+        )
 
     return mamba_chunk_scan_combined
 
@@ -155,35 +164,59 @@ def of_mamba2() -> dict[str, Any]:
 FIXED: dict[str, dict[str, Any]] = {
     "causal_conv1d_fn": {"weight": torch.ones(DIM, 4), "activation": "silu"},
     "mamba_selective_scan": {
-        "A": -torch.arange(1, DIM * STATE + 1).view(DIM, STATE) / 50, "D": torch.ones(DIM),
-        "delta_bias": torch.ones(DIM) / 3, "delta_softplus": True,
+        "A": -torch.arange(1, DIM * STATE + 1).view(DIM, STATE) / 50,
+        "D": torch.ones(DIM),
+        "delta_bias": torch.ones(DIM) / 3,
+        "delta_softplus": True,
     },
     "mamba2_chunk_scan": {"A": -torch.arange(1, HEADS + 1) / 9, "chunk_size": 16, "dt_softplus": 1},
     "torch_chunk_gated_delta_rule": {"use_qk_l2norm_in_kernel": True},
     "chunk_kimi_delta_attention": {"use_qk_l2norm_in_kernel": True},
-}  # fmt: skip
+}
 KERNELS = {
     "gated delta rule": Kernel(
-        "qwen3_next", "torch_chunk_gated_delta_rule", "fla",
-        "ops.gated_delta_rule.chunk_gated_delta_rule", of_fla, of_delta, torch.bfloat16,
+        "qwen3_next",
+        "torch_chunk_gated_delta_rule",
+        "fla",
+        "ops.gated_delta_rule.chunk_gated_delta_rule",
+        of_fla,
+        of_delta,
+        torch.bfloat16,
     ),
     "Kimi's": Kernel(
-        "kimi_linear", "chunk_kimi_delta_attention", "fla", "ops.kda.chunk_kda", of_fla,
-        lambda: of_delta(DIM), torch.bfloat16,
+        "kimi_linear",
+        "chunk_kimi_delta_attention",
+        "fla",
+        "ops.kda.chunk_kda",
+        of_fla,
+        lambda: of_delta(DIM),
+        torch.bfloat16,
     ),
     "Mamba 2": Kernel(
-        "mamba2", "mamba2_chunk_scan", "mamba_ssm",
-        "ops.triton.ssd_combined.mamba_chunk_scan_combined", scan_of_mamba2, of_mamba2,
+        "mamba2",
+        "mamba2_chunk_scan",
+        "mamba_ssm",
+        "ops.triton.ssd_combined.mamba_chunk_scan_combined",
+        scan_of_mamba2,
+        of_mamba2,
     ),
     "Mamba 1": Kernel(
-        "falcon_mamba", "mamba_selective_scan", "mamba_ssm",
-        "ops.selective_scan_interface.selective_scan_fn", scan_of_mamba1, of_mamba1,
+        "falcon_mamba",
+        "mamba_selective_scan",
+        "mamba_ssm",
+        "ops.selective_scan_interface.selective_scan_fn",
+        scan_of_mamba1,
+        of_mamba1,
     ),
     "convolution": Kernel(
-        "lfm2", "causal_conv1d_fn", "causal_conv1d", "causal_conv1d_fn", convolution,
+        "lfm2",
+        "causal_conv1d_fn",
+        "causal_conv1d",
+        "causal_conv1d_fn",
+        convolution,
         lambda: {"hidden_states": rows(DIM).mT},
     ),
-}  # fmt: skip
+}
 
 
 def package(path: str, function: Callable[..., Any]) -> Any:

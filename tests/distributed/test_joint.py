@@ -143,8 +143,14 @@ def test_every_mask_with_every_strategy(strategy: str) -> None:
         layout = joint(kinds[number % 3], orders[number // 2 % 3])
         if name == "text and a window" and layout.parts[0] != TEXT:
             layout = joint(kinds[number % 3])
-        check_call(inputs, mask_of(options), (layout, layout), (name, strategy, layout),
-                   strategy=strategy, **options)  # fmt: skip
+        check_call(
+            inputs,
+            mask_of(options),
+            (layout, layout),
+            (name, strategy, layout),
+            strategy=strategy,
+            **options,
+        )
 
 
 @on_ranks(3)

@@ -90,16 +90,30 @@ def test_sinks_greatest_scores_and_named_layouts_with_a_mask_of_each_entry() -> 
     q, k, v, _ = (layout.shard(x, rank) for x in whole)
     both = [masks.causal(36), masks.window(36, 3)]
     out, lse, logits = ring_attention(
-        q, k, v, mask=both, layout="zigzag", sinks=sinks, return_lse=True, return_max_logits=True,
+        q,
+        k,
+        v,
+        mask=both,
+        layout="zigzag",
+        sinks=sinks,
+        return_lse=True,
+        return_max_logits=True,
         backend="reference",
-    )  # fmt: skip
+    )
     each = [
         ring_attention(
-            q[i : i + 1], k[i : i + 1], v[i : i + 1], mask=mask, layout=layout, sinks=sinks,
-            return_lse=True, return_max_logits=True, backend="reference",
+            q[i : i + 1],
+            k[i : i + 1],
+            v[i : i + 1],
+            mask=mask,
+            layout=layout,
+            sinks=sinks,
+            return_lse=True,
+            return_max_logits=True,
+            backend="reference",
         )
         for i, mask in enumerate(both)
-    ]  # fmt: skip
+    ]
     assert torch.equal(out, torch.cat([one[0] for one in each]))
     assert torch.equal(lse, torch.cat([one[1] for one in each]))
     assert torch.equal(logits, torch.stack([one[2] for one in each]).amax(0))

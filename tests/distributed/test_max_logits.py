@@ -55,9 +55,16 @@ def greatest(backend: str, heads: int, heads_kv: int) -> None:
         shards = [layout.shard(x, rank) for x in (q, k, v)]
         shards[0].requires_grad_()
         attend = partial(
-            ring_attention, *shards, mask=mask, softmax_scale=SCALE, softcap=softcap,
-            sinks=sinks, layout=layout, strategy=strategy, backend=backend,
-        )  # fmt: skip
+            ring_attention,
+            *shards,
+            mask=mask,
+            softmax_scale=SCALE,
+            softcap=softcap,
+            sinks=sinks,
+            layout=layout,
+            strategy=strategy,
+            backend=backend,
+        )
         out, lse, most = attend(return_lse=True, return_max_logits=True)
         assert out.shape == shards[0].shape and most.shape == (heads,)
         assert not most.requires_grad and most.dtype == lse.dtype

@@ -51,8 +51,11 @@ def compare(layout: SequenceLayout, left: int, right: int) -> None:
     # Whole numbers, whose sums are exact in any order.
     weights = [[torch.randn_like(run).round().requires_grad_() for run in of] for of in wanted]
     (dx,) = torch.autograd.grad(runs, x, weights[rank], create_graph=True)
-    total = sum((run * w.detach()).sum() for of in zip(wanted, weights, strict=True)
-                for run, w in zip(*of, strict=True))  # fmt: skip
+    total = sum(
+        (run * w.detach()).sum()
+        for of in zip(wanted, weights, strict=True)
+        for run, w in zip(*of, strict=True)
+    )
     (dwhole,) = torch.autograd.grad(total, whole)
     # The derivative of the backward is the halo of its argument.
     back = torch.autograd.grad(dx, weights[rank], x)

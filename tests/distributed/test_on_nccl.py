@@ -365,7 +365,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 LOST = ("killed", "stopped", "exits")  # the victim tells nothing any more
 # Part of the job -> the function of the package at which the fault strikes.
-PARTS = {"first call": "connect", "forward": "_start", "backward": "_start"}
+PARTS = {"first call": "connect", "forward": "start_batch", "backward": "start_batch"}
 
 
 def train_until(part: str, strike: Callable[[], object] | None) -> None:
@@ -517,9 +517,9 @@ def test_seventeen_groups_have_streams_of_their_own() -> None:
         channels = [
             channel
             for group in groups
-            for channel in p2p.rank_group(group).connection.links["cuda"]._channels.values()
+            for channel in p2p.rank_group(group).connection.links["cuda"].channels.values()
         ]
-        assert len({channel._stream for channel in channels}) == len(channels) >= 17
+        assert len({channel.stream for channel in channels}) == len(channels) >= 17
     for group in groups:
         check(group)
         dist.destroy_process_group(group)

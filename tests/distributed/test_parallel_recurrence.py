@@ -70,9 +70,15 @@ class StateSpace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, b, c, dt = self.rows(x).split([4 * HEADDIM, 6, 6, 4], -1)
         return mamba2_chunk_scan(
-            rows.unflatten(-1, (4, HEADDIM)), dt, -self.log_decay.exp(), b[:, :, None],
-            c[:, :, None], chunk_size=16, D=self.skip, dt_softplus=True,
-        ).flatten(2)  # fmt: skip
+            rows.unflatten(-1, (4, HEADDIM)),
+            dt,
+            -self.log_decay.exp(),
+            b[:, :, None],
+            c[:, :, None],
+            chunk_size=16,
+            D=self.skip,
+            dt_softplus=True,
+        ).flatten(2)
 
 
 class SumOfDeltaNet(nn.Module):

@@ -377,13 +377,17 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "degree and value": ({"degree": 2, "strategy": Strategy()}, "degree=2|strategy by name", {}),
     "degree and mesh": ({"degree": 2}, "must be 1|got 2", {"shape": (2, 1)}),
     "rows of chunks": (
-        {"layout": RUNS}, "[4, 4]|[8, 0]", {"qkv": lambda: plain_qkv([8, 0][dist.get_rank()])}
+        {"layout": RUNS},
+        "[4, 4]|[8, 0]",
+        {"qkv": lambda: plain_qkv([8, 0][dist.get_rank()])},
     ),
     "no sdpa": ({}, "did not call F.scaled_dot_product_attention", {"module": NoAttention}),
     "seq_dim": ({"seq_dim": 2, "head_dim": 1}, "seq_dim=2", {}),
     "placement": ({}, "along their rows|Shard(1)", {"qkv": lambda: sharded(2)}),
     "forms": (
-        {}, "q is a DTensor|k is a Tensor", {"qkv": lambda: [*sharded()[:1], *plain_qkv()[:2]]}
+        {},
+        "q is a DTensor|k is a Tensor",
+        {"qkv": lambda: [*sharded()[:1], *plain_qkv()[:2]]},
     ),
     "types": ({}, "k must be a torch.Tensor", {"qkv": lambda: [*plain_qkv()[:1], 1.0, 2.0]}),
     "missing": ({}, "without v|index 2|'v'", {"qkv": lambda: plain_qkv()[:2]}),
@@ -395,18 +399,24 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "output type": ({"output_index": 0}, "output_index=0|NoneType", returning("tuple")),
     "no container": ({"output_index": 0}, "a tuple or list|DTensor", returning("tensor")),
     "no output_index": (
-        {"inside": "local"}, "got DTensors|pass output_index",
+        {"inside": "local"},
+        "got DTensors|pass output_index",
         {"module": partial(Core, returns="tuple"), "qkv": sharded},
     ),
     "arguments": ({"replace": {}}, "[3]", {"qkv": lambda: [*plain_qkv(), 5]}),
     "options of a function": ({"replace": lambda module: {"group": None}}, "['group']", {}),
     "type of a function": ({"replace": lambda module: 1.5}, "a dict of options|float", {}),
-}  # fmt: skip
+}
 
 # Mistakes in a module's output, found once it has run.
 AFTER = (
-    "plain output", "output dim", "output_index", "output type", "no container", "no output_index"
-)  # fmt: skip
+    "plain output",
+    "output dim",
+    "output_index",
+    "output type",
+    "no container",
+    "no output_index",
+)
 
 
 @on_ranks(2)

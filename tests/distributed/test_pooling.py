@@ -220,10 +220,10 @@ def test_rows_are_compared_in_outputs_of_any_number_of_dims() -> None:
     before = torch.zeros(5)
     after = before.clone()
     after[2] = 1.0
-    assert probe._other_rows(before, after, 2) == ()
+    assert probe.other_rows(before, after, 2) == ()
     after[4] = 0.5
-    assert probe._other_rows(before, after, 2) == (4,)
-    assert probe._other_rows(before.view(5, 1, 1), after.view(5, 1, 1), 2) == (4,)
+    assert probe.other_rows(before, after, 2) == (4,)
+    assert probe.other_rows(before.view(5, 1, 1), after.view(5, 1, 1), 2) == (4,)
 
 
 @on_ranks(2)

@@ -97,9 +97,12 @@ def test_16_bits(autocast: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         noisy = noisy_runs(lambda: whole(None))
         out, _ = linear_attention(
-            torch_chunk_gated_delta_rule, *tensors, rows=rows, layout=layout,
+            torch_chunk_gated_delta_rule,
+            *tensors,
+            rows=rows,
+            layout=layout,
             use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+        )
         got = gradients(out, own, layout.shard(dout, rank))
     with all_in_float64():
         oracle = whole(torch.float64)
@@ -198,9 +201,12 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
 
     with refused(ValueError, "state must have the last dims"):
         linear_attention(
-            transposed, *(own[name] for name in "qkv"), layout=layout, group=group,
+            transposed,
+            *(own[name] for name in "qkv"),
+            layout=layout,
+            group=group,
             rows={name: own[name] for name in ("decay", "beta")},
-        )  # fmt: skip
+        )
     with refused(ValueError, "width|at least 1"):
         causal_conv(lambda x: x, own["q"], 0, layout=layout, group=group)
     with refused(TypeError, "decay"):

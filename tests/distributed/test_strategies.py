@@ -19,9 +19,16 @@ interpreted = pytest.mark.skipif(
 )
 SHARED = Heads(2, 1, 20, 16)
 SAME_BITS = Case(
-    Mask(256, 256, True), "contiguous", "ring", "triton", "float16", Heads(2, 1, 16, 16),
-    softcap=5.0, sinks=True, same_bits=True,
-)  # fmt: skip
+    Mask(256, 256, True),
+    "contiguous",
+    "ring",
+    "triton",
+    "float16",
+    Heads(2, 1, 16, 16),
+    softcap=5.0,
+    sinks=True,
+    same_bits=True,
+)
 
 
 @interpreted

@@ -47,14 +47,14 @@ def file_of(folder: Path, block: int) -> Path:
 def run_in_configs(path: Path) -> tuple[set[tuple[str, int]], RankResult]:
     from ring_attn.backends.triton import TritonBackend
 
-    used, choose = set[tuple[str, int]](), TritonBackend._config
+    used, choose = set[tuple[str, int]](), TritonBackend.config_of
 
     def noted(self: TritonBackend, kind: str, *args: Any) -> Any:
         config = choose(self, kind, *args)
         used.add((kind, config.BLOCK_N))
         return config
 
-    with configs(path), mock.patch.object(TritonBackend, "_config", noted):
+    with configs(path), mock.patch.object(TritonBackend, "config_of", noted):
         return used, run_rank(CASE)
 
 

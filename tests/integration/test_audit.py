@@ -102,9 +102,13 @@ def step():
 @pytest.mark.slow
 def test_a_large_model_is_shrunk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.Qwen3Config(
-        hidden_size=8192, intermediate_size=1 << 15, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, vocab_size=101,
-    )  # fmt: skip
+        hidden_size=8192,
+        intermediate_size=1 << 15,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=101,
+    )
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
     (tmp_path / "train.py").write_text(PRETRAINED.replace("FOLDER", str(tmp_path)))
@@ -144,12 +148,14 @@ def odd(kind: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
-    [("raises", RuntimeError, "rank 1|ArithmeticError: lost"),
-     ("no model", RuntimeError, "must return its model"),
-     ("unseeded", RuntimeError, "two runs of the twin differ|without a seed"),
-     ("dropout", RuntimeError, "two runs of the twin differ|dropout"),
-     ("large", RuntimeError, "can't allocate memory|1125899906842624 bytes")],
-)  # fmt: skip
+    [
+        ("raises", RuntimeError, "rank 1|ArithmeticError: lost"),
+        ("no model", RuntimeError, "must return its model"),
+        ("unseeded", RuntimeError, "two runs of the twin differ|without a seed"),
+        ("dropout", RuntimeError, "two runs of the twin differ|dropout"),
+        ("large", RuntimeError, "can't allocate memory|1125899906842624 bytes"),
+    ],
+)
 def test_steps_that_end_badly(kind: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
         ring_attn.audit(partial(odd, kind), 2, timeout=5)
@@ -164,19 +170,26 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{head}{wait}    torch.manual_seed(0)\n{body}")
     words = ["audit", f"{tmp_path / 'train.py'}:step", "--world-size", "2", "--timeout", "5"]
     ran = subprocess.run(
-        [sys.executable, "-m", "ring_attn", *words], capture_output=True, text=True, timeout=250,
+        [sys.executable, "-m", "ring_attn", *words],
+        capture_output=True,
+        text=True,
+        timeout=250,
         check=False,
-    )  # fmt: skip
+    )
     assert ran.returncode == 1
     assert "ranks 0, 1 of 2 have no result" in ran.stderr
 
 
 @pytest.mark.parametrize(
     ("step", "sizes", "text"),
-    [(partial(odd, ""), (), "world_size"), (partial(odd, ""), 1, "at least 2"),
-     ("missing.py:step", 2, "there is no file 'missing.py'"),
-     ("train.py", 2, "got 'train.py'"), ("README.md:step", 2, "got 'README.md:step'")],
-)  # fmt: skip
+    [
+        (partial(odd, ""), (), "world_size"),
+        (partial(odd, ""), 1, "at least 2"),
+        ("missing.py:step", 2, "there is no file 'missing.py'"),
+        ("train.py", 2, "got 'train.py'"),
+        ("README.md:step", 2, "got 'README.md:step'"),
+    ],
+)
 def test_wrong_arguments_are_refused(step: Any, sizes: Any, text: str) -> None:
     with refused(ValueError, text):
         ring_attn.audit(step, sizes)

@@ -21,9 +21,15 @@ RUN = f"bench kernel {TINY}"
 
 def problem(**changes: Any) -> Shape:
     sizes: dict[str, Any] = {
-        "batch": 2, "seqlen": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "causal": True,
-        "dtype": torch.float32, "device": CPU,
-    }  # fmt: skip
+        "batch": 2,
+        "seqlen": 96,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "causal": True,
+        "dtype": torch.float32,
+        "device": CPU,
+    }
     return Shape(**{**sizes, **changes})
 
 
@@ -88,9 +94,11 @@ def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
 
     failed: list[str] = []
     samples = timing.time_in_turn(
-        {name: call(name) for name in "abc"}, Steps(), 2,
+        {name: call(name) for name in "abc"},
+        Steps(),
+        2,
         failed=lambda name, error: failed.append(f"{name}: {error}"),
-    )  # fmt: skip
+    )
     over = [name for name in ran if len(name) == 1]
     assert over == [*"cab", *"ab", "c", *"ca"] and failed == ["b: made to fail"]
     assert ran.count("a is over") == 3 and ran.count("b is over") == 1

@@ -213,9 +213,15 @@ def test_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["ring-attn plan --seqlen 4k --world 3 --bogus", "ring-attn demo", "pip install 'ring-attn[x]'",
-     "make tests", "python examples/none.py", "curl x"],
-)  # fmt: skip
+    [
+        "ring-attn plan --seqlen 4k --world 3 --bogus",
+        "ring-attn demo",
+        "pip install 'ring-attn[x]'",
+        "make tests",
+        "python examples/none.py",
+        "curl x",
+    ],
+)
 def test_a_wrong_command_is_found(line: str) -> None:
     with pytest.raises((AssertionError, SystemExit, ValueError)):
         check_command(line)

@@ -61,7 +61,7 @@ VERSIONS = {"triton": "3.7.1", "flash_attn": None, "transformers": None, "accele
 
 def test_missing_packages_are_named_with_what_they_are_for() -> None:
     here: Any = {"versions": {**dict.fromkeys(doctor.OPTIONAL), **VERSIONS}, "devices": []}
-    installed, *missing = doctor._packages(here)
+    installed, *missing = doctor.check_packages(here)
     assert (installed.state, installed.text) == ("ok", "triton 3.7.1, accelerate 1.12.0")
     # flash-attn has no use without a GPU.
     assert {one.name: (one.state, one.mend) for one in missing} == {
@@ -69,7 +69,7 @@ def test_missing_packages_are_named_with_what_they_are_for() -> None:
         "matplotlib": ("note", "pip install 'ring-attn[plot]'"),
     }
     here["devices"] = [{}]
-    assert "flash_attn" in [one.name for one in doctor._packages(here)]
+    assert "flash_attn" in [one.name for one in doctor.check_packages(here)]
 
 
 def test_commands_of_missing_packages_name_our_extras() -> None:
@@ -93,15 +93,15 @@ def test_gpus_that_cannot_read_each_others_memory_are_named(
         return pair not in apart
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
-    (found,) = doctor._links(3)
+    (found,) = doctor.check_links(3)
     assert found.state == state and re.search(text, found.text)
-    assert not [*doctor._links(1)], "one GPU has no links"
+    assert not [*doctor.check_links(1)], "one GPU has no links"
 
 
 def test_gpus_of_one_model_share_a_line() -> None:
     h100: Any = {"name": "H100", "memory_bytes": 80 << 30, "capability": "9.0"}
     a100: Any = {"name": "A100", "memory_bytes": 40 << 30, "capability": "8.0"}
-    assert [one.text for one in doctor._gpus([h100, h100, a100])] == [
+    assert [one.text for one in doctor.check_gpus([h100, h100, a100])] == [
         "2 x H100, 80 GiB, compute capability 9.0",
         "1 x A100, 40 GiB, compute capability 8.0",
     ]
@@ -125,7 +125,7 @@ def test_channels_between_nodes_are_recommended(
     if value is not None:
         monkeypatch.setenv(doctor.NET_CHANNELS_VARIABLE, value)
     here: Any = {"devices": []}
-    found = [one for one in doctor._nccl(here) if one.name == doctor.NET_CHANNELS_VARIABLE]
+    found = [one for one in doctor.check_nccl(here) if one.name == doctor.NET_CHANNELS_VARIABLE]
     assert bool(found) == expected
     assert all(one.state == "note" and one.mend.endswith("=4") for one in found)
 
@@ -142,7 +142,7 @@ def test_streams_that_wait_for_others_are_named(
     if value is not None:
         monkeypatch.setenv(doctor.QUEUES_VARIABLE, value)
     here: Any = {"devices": [{"name": "H100"}]}
-    found = [one for one in doctor._nccl(here) if one.mend.endswith("=32")]
+    found = [one for one in doctor.check_nccl(here) if one.mend.endswith("=32")]
     assert bool(found) == expected
 
 
@@ -151,7 +151,7 @@ def test_harmful_variables_are_named(name: str, monkeypatch: pytest.MonkeyPatch)
     value, why = doctor.HARMFUL[name]
     monkeypatch.setenv(name, value)
     here: Any = {"devices": []}
-    assert [(one.state, why in one.text) for one in doctor._nccl(here)] == [("note", True)]
+    assert [(one.state, why in one.text) for one in doctor.check_nccl(here)] == [("note", True)]
 
 
 def doctor_on_an_odd_rank() -> None:

@@ -45,14 +45,21 @@ def run(words: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "words"),
-    [(2, "train.py --steps 3 --seqlen 65"), (3, "train.py --steps 2 --seqlen 66"),
-     (3, "mesh.py cp=3 --steps 2 --batch 2"), (3, "own_mask.py --document 100"),
-     (3, "fsdp2.py --cp 3 --steps 2 --batch 2"), (3, "generate.py --seqlen 65 --tokens 20"),
-     (3, "hybrid.py --steps 2 --seqlen 65"), (3, "video_transformer.py"), (2, "quickstart.py"),
-     (2, "huggingface_trainer.py --steps 3 --seqlen 65"),
-     (2, "trl_sft_packed.py --steps 3 --documents 30"),
-     (2, "long_document_generate.py --seqlen 301 --chunk 100 --tokens 20")],
-)  # fmt: skip
+    [
+        (2, "train.py --steps 3 --seqlen 65"),
+        (3, "train.py --steps 2 --seqlen 66"),
+        (3, "mesh.py cp=3 --steps 2 --batch 2"),
+        (3, "own_mask.py --document 100"),
+        (3, "fsdp2.py --cp 3 --steps 2 --batch 2"),
+        (3, "generate.py --seqlen 65 --tokens 20"),
+        (3, "hybrid.py --steps 2 --seqlen 65"),
+        (3, "video_transformer.py"),
+        (2, "quickstart.py"),
+        (2, "huggingface_trainer.py --steps 3 --seqlen 65"),
+        (2, "trl_sft_packed.py --steps 3 --documents 30"),
+        (2, "long_document_generate.py --seqlen 301 --chunk 100 --tokens 20"),
+    ],
+)
 def test_as_users_run_them(num_ranks: int, words: str) -> None:
     done = run(words, num_ranks)
     assert done.returncode == 0, done.stdout + done.stderr

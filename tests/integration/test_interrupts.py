@@ -33,13 +33,19 @@ class Started:
         self.folder.mkdir(parents=True)
         self.mark = f"RING_ATTN_TEST={folder}".encode()
         here = {
-            "RING_ATTN_TEST": str(folder), "PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder),
+            "RING_ATTN_TEST": str(folder),
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.folder),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "kept by torch"),
-        }  # fmt: skip
+        }
         self.process = subprocess.Popen(
-            [sys.executable, *words], env={**os.environ, **here}, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, *words],
+            env={**os.environ, **here},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def running(self) -> list[Path]:
         """Folders of /proc of the command's processes that have not ended."""

@@ -39,9 +39,18 @@ def module() -> ModuleType:
 
 
 NAMES = [
-    "ring", "layouts", "mask", "tiles", "masks", "strategies", "timeline", "memory", "scaling",
-    "plan", "bench",
-]  # fmt: skip
+    "ring",
+    "layouts",
+    "mask",
+    "tiles",
+    "masks",
+    "strategies",
+    "timeline",
+    "memory",
+    "scaling",
+    "plan",
+    "bench",
+]
 
 
 @cache
@@ -144,5 +153,7 @@ def test_what_cannot_be_read_is_found() -> None:
     axes.text(0.21, 0.2, "two", size=11)
     figure.draw_without_rendering()
     assert unreadable(figure) == [
-        "small: tiny", "cut off: too long for the page", "overlap: one and two"
-    ]  # fmt: skip
+        "small: tiny",
+        "cut off: too long for the page",
+        "overlap: one and two",
+    ]

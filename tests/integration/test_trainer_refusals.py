@@ -64,7 +64,7 @@ def test_batches_that_are_refused(
 
 
 def test_a_batch_that_leaves_a_rank_without_rows_is_refused() -> None:
-    ring = integration._Ring(mock.Mock(), 0, 4, "zigzag", mock.Mock())
+    ring = integration.TrainerRing(mock.Mock(), 0, 4, "zigzag", mock.Mock())
     ring.shard(batch_of())
     with pytest.raises(ValueError, match="each of 4 ranks, but a batch of 3 tokens"):
         ring.shard({name: x[:1] for name, x in batch_of().items()})
@@ -159,10 +159,10 @@ def test_surroundings_that_are_refused(
     trainer = make_trainer(make_model("llama", "sdpa"), args, transformers.Trainer, "padded")
     owner, _, name = attribute.rpartition(".")
     with mock.patch.object(type(args), "world_size", 2):
-        integration._check_trainer(trainer)
+        integration.check_trainer(trainer)
         holder = attrgetter(owner)(trainer) if owner else trainer
         with mock.patch.object(holder, name, wrong), pytest.raises(error, match=text):
-            integration._check_trainer(trainer)
+            integration.check_trainer(trainer)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_liger_does_not_go_with_losses_of_logits(tmp_path: Path, loss: dict[str,
     ((attribute, value),) = loss.items()
     owner, _, name = attribute.rpartition(".")
     with mock.patch.object(attrgetter(owner)(trainer) if owner else trainer, name, value):
-        integration._check_trainer(trainer)
+        integration.check_trainer(trainer)
         with mock.patch.object(args, "use_liger_kernel", True), refused(NOT_BUILT, "use_liger"):
-            integration._check_trainer(trainer)
+            integration.check_trainer(trainer)
 
 
 class FourBit(torch.nn.Linear):
@@ -196,7 +196,7 @@ def test_4_bit_weights_that_give_no_gradients_are_avoided_or_refused(evaluated: 
     if evaluated:
         model(torch.ones(2))
         with refused(ValueError, "0 has bitsandbytes|no gradients|load it again"):
-            integration._keep_gradients(model)
+            integration.keep_gradients(model)
     for _ in range(2 - 2 * evaluated):
-        integration._keep_gradients(model)
+        integration.keep_gradients(model)
         model(torch.ones(2))

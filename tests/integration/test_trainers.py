@@ -254,7 +254,7 @@ class Differs(transformers.Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
         x, scale = torch.ones(1, 4, 2, 8), 1.0 + dist.get_rank()
-        group = self._ring.group  # type: ignore[attr-defined]
+        group = self.ring.group  # type: ignore[attr-defined]
         ring_attention(x, x, x, group=group, softmax_scale=scale)
         return loss
 
@@ -283,15 +283,17 @@ def test_a_group_must_be_neighbours() -> None:
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         with as_torchrun(), register(group=group), refused(ValueError, "[0, 2]"):
-            integration._Ring.of(mock.Mock(model=make_model("llama", "ring_attn")))
+            integration.TrainerRing.of(mock.Mock(model=make_model("llama", "ring_attn")))
 
 
 def share_right(predicted: Any) -> dict[str, float]:
     """How many next tokens are predicted, and a sum in which each position counts differently."""
     targets, found = predicted.label_ids[:, 1:], predicted.predictions[:, :-1]
     counted, places = targets != -100, np.arange(targets.size).reshape(targets.shape)
-    return {"right": float((found == targets)[counted].mean()),
-            "placed": float((found * places)[counted].sum())}  # fmt: skip
+    return {
+        "right": float((found == targets)[counted].mean()),
+        "placed": float((found * places)[counted].sum()),
+    }
 
 
 def best_tokens(logits: Tensor, labels: Tensor) -> Tensor:
@@ -340,7 +342,7 @@ def test_predictions_without_labels_or_rows_are_refused(out: Path) -> None:
     with split_trainer(out) as trainer:
         with refused(ValueError, "labels"):
             trainer.prediction_step(trainer.model, dict(batch, labels=None), True)
-        trainer._preprocess = lambda logits, labels: logits.mean(1)
+        trainer.own_preprocess = lambda logits, labels: logits.mean(1)
         with refused(NotImplementedError, "row for each token|ignore_keys"):
             trainer.prediction_step(trainer.model, batch, False)
 

@@ -60,8 +60,9 @@ def test_a_search_on_a_cpu(report_of: Any, capsys: pytest.CaptureFixture[str]) -
     configs = report["configs"]
     assert (configs["version"], configs["architecture"]) == (1, "interpreter")
     assert [(one["kind"], one["headdim"], one["BLOCK_M"]) for one in configs["table"]] == [
-        ("dq", 64, 64), ("dq_whole", 64, 64),
-    ]  # fmt: skip
+        ("dq", 64, 64),
+        ("dq_whole", 64, 64),
+    ]
     shown = capsys.readouterr().out
     assert "RING_ATTN_CONFIGS=" in shown
     assert shown.splitlines()[-1].startswith("2 configs, 2 timed, 0 wrong")
@@ -74,7 +75,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
 
     def wrongly(self: Ours) -> None:
         forward(self)
-        if self._backend._configs.get("fwd") == wrong:
+        if self.backend.configs.get("fwd") == wrong:
             self.out[:, 0] += 0.1
 
     def restlessly(self: Ours, kernel: str) -> Callable[[], list[Tensor]]:
@@ -82,7 +83,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
         call = one(self, kernel)
         return (
             (lambda: [x * factor for x in call()])
-            if self._backend._configs.get("fwd") == restless
+            if self.backend.configs.get("fwd") == restless
             else call
         )
 
@@ -90,7 +91,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Ours, "one", restlessly)
     space = (SMALL, NO_TILE, wrong, restless, SMALL)
     bench = tuning(f"{TINY} --kernels fwd", monkeypatch, *space)
-    bench._search("fwd", math.inf)
+    bench.search("fwd", math.inf)
     rows = {f"{row.config.BLOCK_M}x{row.config.BLOCK_N}": row for row in bench.rows}
     assert len(bench.rows) == len(rows) == 5  # equal configs count once
     assert re.search("not built: .*power of 2", rows["48x64"].note)

@@ -32,8 +32,19 @@ H100 = SimpleNamespace(
 
 # The results of all kernels, by the names of their arguments.
 RESULTS = (
-    "acc", "m", "l", "out", "lse", "minus_lse", "delta", "dq", "dk", "dv", "root_out", "root_lse"
-)  # fmt: skip
+    "acc",
+    "m",
+    "l",
+    "out",
+    "lse",
+    "minus_lse",
+    "delta",
+    "dq",
+    "dk",
+    "dv",
+    "root_out",
+    "root_lse",
+)
 
 
 class OnCuda(PretendCuda):
@@ -132,7 +143,7 @@ def faking(module: ModuleType, instead: Mapping[str, Any]) -> Iterator[None]:
     from ring_attn.transport import streams
     from tests import emulated_cuda
 
-    run_thread, run_backward = threading.Thread.run, operators._Attention.backward
+    run_thread, run_backward = threading.Thread.run, operators.AttentionFunction.backward
 
     def run(thread: threading.Thread) -> None:
         with OnCuda():
@@ -148,9 +159,9 @@ def faking(module: ModuleType, instead: Mapping[str, Any]) -> Iterator[None]:
         monkeypatch.setattr(Launch, "run", fill)
         monkeypatch.setattr(streams, "are_used", lambda device: False)
         # Within an operator of torch no tensor would say that it is on CUDA.
-        monkeypatch.setattr(operators, "attention", operators._attention)
-        monkeypatch.setattr(operators, "attention_backward", operators._attention_backward)
-        monkeypatch.setattr(operators._Attention, "backward", staticmethod(backward))
+        monkeypatch.setattr(operators, "attention", operators.run_attention)
+        monkeypatch.setattr(operators, "attention_backward", operators.run_attention_backward)
+        monkeypatch.setattr(operators.AttentionFunction, "backward", staticmethod(backward))
         monkeypatch.setattr(aten, "aten", TorchOnCuda())
         monkeypatch.setattr(emulated_cuda, "dense_forward", ones_like_attention)
         monkeypatch.setattr(emulated_cuda, "dense_backward", ones_like_gradients)

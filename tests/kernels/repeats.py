@@ -64,8 +64,8 @@ class Checked(KeptLaunches):
 
 def checked_backend(driver: StubDriver) -> tuple[TritonBackend, Checked]:
     backend = TritonBackend()
-    backend._launches = Checked(driver)
-    return backend, backend._launches
+    backend.launches = Checked(driver)
+    return backend, backend.launches
 
 
 def draw(rows: int = ROWS, kv_heads: int = 2, dim: int = 16, **sizes: Any) -> Inputs:
@@ -122,7 +122,7 @@ def check_kept() -> None:
     with mock.patch("ring_attn.backends.kept_launches.MAX_KEPT", 3):
         for n in range(1, 6):
             run(backend, inputs, [whole(Mask(ROWS, ROWS, window_size=(n, 0)))])
-            kept.append(len(backend._launches.repeats))
+            kept.append(len(backend.launches.repeats))
     held = weakref.ref(inputs.dout)
     del inputs
     assert kept == [3] * 5 and held() is None

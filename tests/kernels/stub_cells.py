@@ -32,17 +32,17 @@ def with_a_wrong_stride() -> dict[str, Any]:
 
 def with_stale_pointers() -> dict[str, Any]:
     """A repeat has the tensor maps of the first call."""
-    with mock.patch.object(launch_module, "_moved", lambda descriptor, base: descriptor):
+    with mock.patch.object(launch_module, "moved", lambda descriptor, base: descriptor):
         return call_twice()
 
 
 def call_twice() -> dict[str, Any]:
     """The second call, for tensors at other addresses, repeats the launch of the first."""
     with launching.on_h100(contact), launching.recorded():
-        backend, _, bounds = contact._prepared(*FORWARD_OF)
+        backend, _, bounds = contact.prepared(*FORWARD_OF)
         tiles, alive = whole(bounds), []
         for _ in range(2):
-            inputs = contact._inputs(bounds, headdim=64)
+            inputs = contact.inputs_of(bounds, headdim=64)
             q, k, v, _ = inputs
             state = backend.new_state(q, 64)
             backend.forward(q, k, v, tiles, state, scores=Scores(0.125), last=True)

@@ -102,12 +102,12 @@ def check_stale_pointers_are_found(
     driver: StubDriver, first: Launch, compiled: Any, others: Sequence[Tensor]
 ) -> None:
     """A repeat that keeps an address of its first call is not as a new launch."""
-    with mock.patch.object(launch_module, "_moved", lambda descriptor, base: descriptor):
+    with mock.patch.object(launch_module, "moved", lambda descriptor, base: descriptor):
         assert not is_as_new(driver, Repeat(first, compiled, NUM_TENSORS), others)
     pointer_stays = Repeat(first, compiled, NUM_TENSORS)
-    enqueue, old = pointer_stays._enqueue, first.args["out_ptr"].data_ptr()
+    enqueue, old = pointer_stays.enqueue, first.args["out_ptr"].data_ptr()
     out = others[3].data_ptr()
-    pointer_stays._enqueue = lambda *args: enqueue(*(old if x == out else x for x in args))
+    pointer_stays.enqueue = lambda *args: enqueue(*(old if x == out else x for x in args))
     assert not is_as_new(driver, pointer_stays, others)
 
 

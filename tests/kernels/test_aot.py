@@ -30,9 +30,13 @@ def run_compiling(*words: str) -> str:
     """The output of Python with these arguments, in a process where kernels are compiled."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True,
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
         timeout=300,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

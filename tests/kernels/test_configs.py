@@ -85,11 +85,11 @@ def test_a_file_takes_the_place_of_the_frozen_configs(written: Callable[..., Pat
     assert tuned.select("fwd", x, 16) == tuned.select("dq_softcap", x, 16) == configs.INTERPRETER
     assert tuned.select("dq", torch.empty(1, 4, 2, 80), 80) == configs.INTERPRETER  # another bucket
     # Of float32 a file names nothing on a GPU.
-    assert tuned._stays_frozen(torch.device("cuda"), torch.float32)
-    assert not tuned._stays_frozen(torch.device("cuda"), torch.bfloat16)
+    assert tuned.stays_frozen(torch.device("cuda"), torch.float32)
+    assert not tuned.stays_frozen(torch.device("cuda"), torch.bfloat16)
     backend: Any = TritonBackend()
-    assert backend._config("dq", x, 16) == WIDE
-    assert TritonBackend({"dq": configs.DELTA})._config("dq", x, 16) == configs.DELTA
+    assert backend.config_of("dq", x, 16) == WIDE
+    assert TritonBackend({"dq": configs.DELTA}).config_of("dq", x, 16) == configs.DELTA
 
 
 def test_a_forward_in_gluon_is_used_where_the_file_has_it(
@@ -184,8 +184,12 @@ def test_what_is_no_file_is_refused_before_a_call(
 
 def test_columns_of_architectures() -> None:
     assert [configs.column(arch) for arch in ("sm_80", "sm_89", "sm_90", "sm_103", "sm_120")] == [
-        "sm_80", "sm_86", "sm_90", "sm_100", "sm_86",
-    ]  # fmt: skip
+        "sm_80",
+        "sm_86",
+        "sm_90",
+        "sm_100",
+        "sm_86",
+    ]
     assert [configs.column(arch) for arch in ("interpreter", "gfx942")] == ["interpreter", "gfx942"]
 
 
@@ -201,7 +205,7 @@ def schedule(
     # 100 bytes of a column.
     q = torch.empty(1, 1, num_heads, 25, dtype=torch.float16, device=device)
     k = torch.empty(1, 1, num_heads // heads_per_kv, 25, dtype=torch.float16, device=device)
-    table = TritonBackend()._table(tiles, config, device)
+    table = TritonBackend().step_table(tiles, config, device)
     return step_schedule(q, k, k, table, config, spare_sms=spare_sms)
 
 

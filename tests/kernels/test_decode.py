@@ -132,9 +132,13 @@ def test_sequences_against_float64(name: str, monkeypatch: pytest.MonkeyPatch) -
     turn = [*SEQUENCES].index(name)
     lengths, (*place, window) = (97, 0, 1, 33), SEQUENCES[name]
     whole = inputs_for(
-        Mask(1 + turn % 3, cache.ROOM), batch=4, nheads=(4, 40, 6)[turn % 3], nheads_kv=2,
-        headdim=20, dtype=DTYPES[turn % len(DTYPES)],
-    )  # fmt: skip
+        Mask(1 + turn % 3, cache.ROOM),
+        batch=4,
+        nheads=(4, 40, 6)[turn % 3],
+        nheads_kv=2,
+        headdim=20,
+        dtype=DTYPES[turn % len(DTYPES)],
+    )
     held = cache.Cache(whole, lengths, *place, **window)
     got = cache.decoded(held, whole.q, "triton", softcap=2.0 * (turn == 1))
     seen = window.get("window_size", (-1, 0))

@@ -43,9 +43,13 @@ def unused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("RING_ATTN_FIRST_USE", "on")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     functions = (
-        proven_backend, why_wrong, first_use._warn, choose_backend, proofs._software,
-        proofs._warn_once,
-    )  # fmt: skip
+        proven_backend,
+        why_wrong,
+        first_use.warn_once,
+        choose_backend,
+        proofs.software,
+        proofs.warn_once,
+    )
     for function in functions:
         function.cache_clear()
     yield
@@ -56,11 +60,9 @@ def unused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 # -- cases, in Triton's interpreter
 
 MASKS = ((), ("causal",), ("causal", "window"), ("causal", "several", "ragged"))
-USES = [
-    Use("triton", kind, SPEC, masks)
-    for kind in ("forward", "backward")
-    for masks in MASKS
-] + [Use("triton", "decode", SPEC, masks) for masks in ((), ("several",))]  # fmt: skip
+USES = [Use("triton", kind, SPEC, masks) for kind in ("forward", "backward") for masks in MASKS] + [
+    Use("triton", "decode", SPEC, masks) for masks in ((), ("several",))
+]
 
 
 @pytest.mark.sweep(5)
@@ -91,20 +93,30 @@ FAULTS: dict[str, tuple[object, str, Callable[..., Any], str, tuple[str, ...], s
     "scale": (flash_fwd, "scales", lambda s, c: SCALES(1.01 * s, c), "forward", (), "out lse"),
     "diagonal": (step_table, "bounded", one_key_more, "forward", ("causal",), "out lse"),
     "factor of gradients": (
-        TritonBackend, "gradient_factor", lambda self, scores: 1.01 * scores.softmax_scale,
-        "backward", ("causal", "several", "ragged"), "dq dk",
+        TritonBackend,
+        "gradient_factor",
+        lambda self, scores: 1.01 * scores.softmax_scale,
+        "backward",
+        ("causal", "several", "ragged"),
+        "dq dk",
     ),
     "last part": (
-        decode, "merge_parts_launch", lambda *args: MERGED(*args[:-1], args[-1] - 1),
-        "decode", (), "out lse",
+        decode,
+        "merge_parts_launch",
+        lambda *args: MERGED(*args[:-1], args[-1] - 1),
+        "decode",
+        (),
+        "out lse",
     ),
     "pages": (
-        decode, "decode_launch", lambda *args, **options: LAUNCH(
-            *args[:3], torch.zeros_like(args[3]), *args[4:], **options
-        ),
-        "decode", ("several",), "out lse",
+        decode,
+        "decode_launch",
+        lambda *args, **options: LAUNCH(*args[:3], torch.zeros_like(args[3]), *args[4:], **options),
+        "decode",
+        ("several",),
+        "out lse",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -287,7 +299,7 @@ def test_what_a_proof_depends_on_needs_another_proof(
     for path in (driver, configs, source):
         path.write_text("1")
     monkeypatch.setattr(proofs, "DRIVER_FILES", (tmp_path / "none", driver))
-    monkeypatch.setattr(proofs, "_sources", lambda: iter([source]))
+    monkeypatch.setattr(proofs, "sources", lambda: iter([source]))
     monkeypatch.setenv("RING_ATTN_CONFIGS", str(configs))
     again()
     use = USE
@@ -299,7 +311,7 @@ def test_what_a_proof_depends_on_needs_another_proof(
         monkeypatch.setattr(proofs, "__version__", "another")
     else:
         {"driver": driver, "configs": configs, "sources": source}[changed].write_text("2")
-    proofs._software.cache_clear()
+    proofs.software.cache_clear()
     again(use)
     assert len(cases) == 2
     again(use)
@@ -308,7 +320,7 @@ def test_what_a_proof_depends_on_needs_another_proof(
 
 def test_sources_are_those_of_the_kernels_too() -> None:
     """In a checkout their folder is a link, which Path.rglob would not enter."""
-    names = {path.name for path in proofs._sources()}
+    names = {path.name for path in proofs.sources()}
     assert {"flash_fwd.py", "hopper_bwd.py", "first_use.py", "triton.py"} <= names
 
 
@@ -529,9 +541,9 @@ def gpus(wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    base._model.cache_clear()
+    base.model_of_gpu.cache_clear()
     yield current
-    base._model.cache_clear()
+    base.model_of_gpu.cache_clear()
 
 
 def test_each_model_of_gpu_has_its_cases_and_its_choice(

@@ -142,8 +142,14 @@ def steps_by_name() -> dict[str, tuple[Step, Tensor]]:
     }
     found["whole blocks"] = whole(Mask(64, 96)), Mask(64, 96).dense()
     mask = Mask(193, 193, causal=True)
-    for kind, rank, index in (("contiguous", 2, 1), ("zigzag", 1, 0), ("zigzag", 0, 1),
-                              ("zigzag", 1, 1), ("striped", 0, 1), ("striped", 1, 1)):  # fmt: skip
+    for kind, rank, index in (
+        ("contiguous", 2, 1),
+        ("zigzag", 1, 0),
+        ("zigzag", 0, 1),
+        ("zigzag", 1, 1),
+        ("striped", 0, 1),
+        ("striped", 1, 1),
+    ):
         layout = SequenceLayout.from_name(kind, 193, 3 if kind == "contiguous" else 2)
         source = (rank - index) % layout.world_size
         dense = mask.dense(layout.position_ids(rank), layout.position_ids(source))
@@ -168,7 +174,7 @@ def test_only_blocks_with_visible_pairs_are_loaded_and_those_with_a_hidden_one_m
     run(backend, inputs, [tiles])
     for kernel, heads in (("fwd", 2), ("dq", 2), ("dkdv", 1)):
         kv_rows, num_rows = kernel == "dkdv", rows if kernel == "fwd" else 0
-        table = backend._table(tiles, config, device, kv_rows=kv_rows, num_rows=num_rows)
+        table = backend.step_table(tiles, config, device, kv_rows=kv_rows, num_rows=num_rows)
         size = config.BLOCK_M if kv_rows else config.BLOCK_N
         to_load, to_mask = blocks_of(table, dense.T if kv_rows else dense, size, heads)
         work = [sum(block == at // heads for at, _ in to_load) for block in range(table.num_blocks)]
@@ -180,7 +186,7 @@ def test_only_blocks_with_visible_pairs_are_loaded_and_those_with_a_hidden_one_m
 def test_a_table_knows_whether_only_the_last_block_has_pairs_above_the_band() -> None:
     found = set[bool]()
     for (tiles, _), (rows, cols) in product(STEPS.values(), ((64, 32), (32, 32), (32, 64))):
-        table = TritonBackend()._table(tiles, blocks(rows, cols), torch.device("cpu"))
+        table = TritonBackend().step_table(tiles, blocks(rows, cols), torch.device("cpu"))
         most = 0
         for row, stop, first, last in table.blocks[: table.num_blocks].tolist():
             i = torch.arange(row, stop)[:, None]

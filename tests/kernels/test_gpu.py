@@ -186,9 +186,15 @@ BITS = [
 @pytest.mark.parametrize(("strategy", "heads"), BITS, ids=str)
 def test_the_bits_of_one_rank(strategy: str | Strategy, heads: tuple[int, int, int, int]) -> None:
     case = Case(
-        Mask(2048, 2048, causal=True), "contiguous", strategy, "triton", "bfloat16",
-        Heads(*heads), batch=1, same_bits=True,
-    )  # fmt: skip
+        Mask(2048, 2048, causal=True),
+        "contiguous",
+        strategy,
+        "triton",
+        "bfloat16",
+        Heads(*heads),
+        batch=1,
+        same_bits=True,
+    )
     alone, *others = (run_all_ranks(case, ranks, device=DEVICE) for ranks in (1, 2, 4, 8))
     assert all(got.differing(alone) == [] for got in others)
     assert all(bool(getattr(alone.whole, name).any()) for name in RESULTS)

@@ -24,9 +24,18 @@ def wait(groups: int) -> str:
 
 # A pipeline of two stages: the copies for the next pass are under way during the product.
 LOOP = [
-    COPY, COMMIT, "LOOP:", COPY, COMMIT, wait(1), "bar.sync 0;", FENCE, PRODUCT,
-    "@%p1 bra LOOP;", "ret;",
-]  # fmt: skip
+    COPY,
+    COMMIT,
+    "LOOP:",
+    COPY,
+    COMMIT,
+    wait(1),
+    "bar.sync 0;",
+    FENCE,
+    PRODUCT,
+    "@%p1 bra LOOP;",
+    "ret;",
+]
 
 FENCED = {
     "a loop": LOOP,
@@ -41,42 +50,83 @@ FENCED = {
     ],
     "a branch without the product": [STORE, "@%p1 bra END;", FENCE, PRODUCT, "END:", "ret;"],
     "labels of inner braces": [
-        "{", "WAIT:", "@!%p1 bra.uni WAIT;", "}", STORE, FENCE, "{", "WAIT:", "@!%p1 bra.uni WAIT;",
-        "}", PRODUCT,
+        "{",
+        "WAIT:",
+        "@!%p1 bra.uni WAIT;",
+        "}",
+        STORE,
+        FENCE,
+        "{",
+        "WAIT:",
+        "@!%p1 bra.uni WAIT;",
+        "}",
+        PRODUCT,
     ],
     "arguments of specialised warps": ["st.shared.v2.b32 [global_smem+64], {%r1, %r2};", PRODUCT],
     "the next task of specialised warps": [
-        "LOOP:", "barrier.sync 1;", PRODUCT, STORE, "barrier.sync 1;", "bra.uni LOOP;",
+        "LOOP:",
+        "barrier.sync 1;",
+        PRODUCT,
+        STORE,
+        "barrier.sync 1;",
+        "bra.uni LOOP;",
     ],
     "values for other threads": [STORE, "bar.sync 0;", LOAD, PRODUCT],
-}  # fmt: skip
+}
 
 MISSING = {
     "a loop": [line for line in LOOP if line != FENCE],
     "a fence before the loop": [
-        FENCE, "LOOP:", PRODUCT, COPY, COMMIT, wait(0), "@%p1 bra LOOP;", "ret;",
+        FENCE,
+        "LOOP:",
+        PRODUCT,
+        COPY,
+        COMMIT,
+        wait(0),
+        "@%p1 bra LOOP;",
+        "ret;",
     ],
     "the second wait": [COPY, COMMIT, COPY, COMMIT, wait(1), FENCE, wait(0), PRODUCT],
     "narrow copies by all threads": [VECTOR.removeprefix("@%p2 "), COMMIT, wait(0), PRODUCT],
     "tcgen05": [COPY, COMMIT, wait(0), "bar.sync 0;", ON_BLACKWELL],
     "a store": [STORE, "bar.sync 0;", PRODUCT],
     "a store by matrix": [
-        "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r1], {%r2};", "bar.sync 0;", PRODUCT,
+        "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r1], {%r2};",
+        "bar.sync 0;",
+        PRODUCT,
     ],
     "a tile, then values for other threads": [
-        STORE, "bar.sync 0;", STORE, "bar.sync 0;", LOAD, PRODUCT,
+        STORE,
+        "bar.sync 0;",
+        STORE,
+        "bar.sync 0;",
+        LOAD,
+        PRODUCT,
     ],
     "a load before the barrier": [STORE, LOAD, "bar.sync 0;", PRODUCT],
     "values on one of two paths": [
-        STORE, "@%p1 bra JOINED;", "bar.sync 0;", "JOINED:", LOAD, PRODUCT,
+        STORE,
+        "@%p1 bra JOINED;",
+        "bar.sync 0;",
+        "JOINED:",
+        LOAD,
+        PRODUCT,
     ],
     "some threads' fence": [STORE, f"@%p1 {FENCE}", PRODUCT],
     "another space's fence": [STORE, "fence.proxy.async.global;", PRODUCT],
     "a switch": [
-        STORE, "TARGETS: .branchtargets FENCED, BARE;", "brx.idx %r1, TARGETS;",
-        "FENCED:", FENCE, "bra.uni END;", "BARE:", PRODUCT, "END:", "ret;",
+        STORE,
+        "TARGETS: .branchtargets FENCED, BARE;",
+        "brx.idx %r1, TARGETS;",
+        "FENCED:",
+        FENCE,
+        "bra.uni END;",
+        "BARE:",
+        PRODUCT,
+        "END:",
+        "ret;",
     ],
-}  # fmt: skip
+}
 
 
 def kernel(body: list[str]) -> str:

@@ -137,8 +137,10 @@ def test_products_of_described_blocks(blocks: tuple[int, int, int], expected: se
     args = {
         "a_desc": TensorDescriptor.from_tensor(a, [m, k]),
         "b_desc": TensorDescriptor.from_tensor(b, [k, n]),
-        "c_ptr": c, "N": 64, "K": 128,
-    }  # fmt: skip
+        "c_ptr": c,
+        "N": 64,
+        "K": 128,
+    }
     kernel, grid = tutorials.described_matmul_kernel, (128 // m, 64 // n)
     add = partial(re.sub, r"mbarrier\.init[^;]*;", r"\g<0> fence.proxy.async.shared::cta;")
     ptx = execute("sm_90", kernel, grid, args, {}, edit=add)

@@ -119,7 +119,7 @@ def test_machines(machine: Machine, reason: str | None, monkeypatch: pytest.Monk
 
 @in_interpreter
 def test_it_says_once_that_it_is_the_interpreter() -> None:
-    kept_launches._warn_of_interpreter.cache_clear()
+    kept_launches.warn_of_interpreter.cache_clear()
     inputs = inputs_for(Mask(5, 5))
     with pytest.warns(UserWarning, match="backend='triton' on CPU tensors runs in Triton's inter"):
         run(get_backend("triton"), inputs, [whole(Mask(5, 5))])
@@ -256,7 +256,7 @@ def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.Monk
     ):
         monkeypatch.setattr("ring_attn.kernels.tasks.num_sms", lambda _, sms=sms: sms)
         found.append(run(backend, inputs, [whole(mask)]))
-        assert {key[2] for key in backend._launches.tables if key[3]} == sizes
+        assert {key[2] for key in backend.launches.tables if key[3]} == sizes
     assert same(found[0], found[1]) and same(found[0], found[2])
 
 
@@ -267,19 +267,19 @@ def test_tables_are_made_once_for_a_plan_and_have_a_bound(monkeypatch: pytest.Mo
     mask, backend = TABLE["documents"], TritonBackend()
     inputs, steps = inputs_for(mask), cut_keys(mask, 32, 64)
     first = run(backend, inputs, steps)
-    kept = dict(backend._launches.tables)
+    kept = dict(backend.launches.tables)
     assert same(run(backend, inputs, steps), first)
-    assert dict(backend._launches.tables) == kept
+    assert dict(backend.launches.tables) == kept
     monkeypatch.setattr(kept_launches, "MAX_KEPT", 4)
     backend, config, device = TritonBackend(), blocks(32, 16), torch.device(DEVICE)
     latest = whole(Mask(33, 33))
-    kept = backend._table(latest, config, device)
+    kept = backend.step_table(latest, config, device)
     for seqlen in range(1, 40):
         # Nothing else holds these tiles, so another tuple may reuse their address.
-        table = backend._table(square(seqlen), config, device)
+        table = backend.step_table(square(seqlen), config, device)
         assert int(table.blocks[:, 1].max()) == seqlen
-        assert backend._table(latest, config, device) is kept, "used again and again, it stays"
-        assert len(backend._launches.tables) <= 4
+        assert backend.step_table(latest, config, device) is kept, "used again and again, it stays"
+        assert len(backend.launches.tables) <= 4
 
 
 def square(seqlen: int) -> tuple[Tile, ...]:

@@ -64,18 +64,18 @@ TOO_BIG = "needs 294912 bytes of shared memory, sm_90 has 232448"
 # By name: architecture, launch, and the beginning of each failure.
 TOYS: dict[str, tuple[str, Launch, tuple[str, ...]]] = {
     **{f"good {x}": (x, product_launch(), ()) for x in ("sm_80", "sm_90", "sm_100", "gfx942")},
-    "spills": (
-        "sm_90", product_launch((256, 128, 32), 4, 2), ("spills ", "spills ", SERIALIZED)
-    ),
+    "spills": ("sm_90", product_launch((256, 128, 32), 4, 2), ("spills ", "spills ", SERIALIZED)),
     "spills gfx942": ("gfx942", product_launch((256, 256, 32), 2, 1), ("spills ",)),
     "too big": ("sm_90", product_launch((128, 256, 64), 8, 6), (TOO_BIG,)),
     "no tensor cores": (
-        "sm_90", product_launch(stages=2, dtype=torch.float32), ("no tensor-core instruction",)
+        "sm_90",
+        product_launch(stages=2, dtype=torch.float32),
+        ("no tensor-core instruction",),
     ),
     "odd block": ("sm_90", product_launch((48, 64, 64)), ("does not compile: arange's range",)),
     "strided": ("sm_80", product_launch(stride=2), ()),
     "not aligned": ("sm_80", product_launch(offset=1), ()),
-}  # fmt: skip
+}
 
 
 def die_at_one(cell: Cell) -> CompiledRow:

@@ -59,9 +59,11 @@ def at_multiples(layout: SequenceLayout, align: int) -> bool:
 
 @reproducible
 @given(
-    st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8), st.integers(1, 4),
-    st.sampled_from((1, 2, 5, 100)), st.sets(st.integers(0, 7)),
-)  # fmt: skip
+    st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8),
+    st.integers(1, 4),
+    st.sampled_from((1, 2, 5, 100)),
+    st.sets(st.integers(0, 7)),
+)
 @example([5e-324, 5e-324, 1e-300, 3e-310], 2, 1, {1})
 @example([1e300, 1.0, 1e-300, 1e300], 3, 1, {0, 2})
 @example([2.0**53, 1.0, 1.0, 2.0**53, 1.0], 2, 1, {2})  # float64 cannot hold 2^53 + 1
@@ -155,9 +157,13 @@ def packings(
 
 @settings(reproducible, max_examples=200)
 @given(
-    packings(), st.integers(1, 4), st.booleans(), st.sampled_from(WINDOWS),
-    st.sampled_from((1.0, 1.05, 1.3, 2.5)), st.sampled_from((1, 2, 3)),
-)  # fmt: skip
+    packings(),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from(WINDOWS),
+    st.sampled_from((1.0, 1.05, 1.3, 2.5)),
+    st.sampled_from((1, 2, 3)),
+)
 def test_no_cuts_within_the_limit_are_cheaper(
     cu: tuple[int, ...],
     world_size: int,

@@ -68,10 +68,10 @@ def test_sizes_of_every_sixth_layer_are_kept_from_the_second_time_on(
     # A size that does not return is dropped, after a pause longer than any before.
     for call in range(7):
         pool.begin()
-        assert (size in pool._free) == (call < 6), call
+        assert (size in pool.free) == (call < 6), call
     for _ in range(64):
         pool.begin()
-    assert not pool._taken and not pool._pauses
+    assert not pool.taken and not pool.pauses
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 99, 199])
@@ -96,7 +96,7 @@ class Lasting(LocalTransport):
 
     def pool(self, device: torch.device) -> Pool:
         """Pools are keyed by global rank, also within a group."""
-        return self.pools.setdefault(self._members[self.rank], Pool(device))
+        return self.pools.setdefault(self.members[self.rank], Pool(device))
 
     def post(self, *given: Any, **options: Any) -> Any:
         """Returns an end of the exchange, as transports over streams do."""
@@ -129,8 +129,8 @@ def test_layers_in_flight_hold_what_is_predicted(
             for one in saved:
                 drivers.backward(call, one, dout, transport)
             pool = transport.pool(q.device)
-            held.append(Counter({size: len(blocks) for size, blocks in pool._free.items()}))
-        blocks = [block for free in pool._free.values() for block in free]
+            held.append(Counter({size: len(blocks) for size, blocks in pool.free.items()}))
+        blocks = [block for free in pool.free.values() for block in free]
         return call, held, max((len(block.sent) for block in blocks), default=0)
 
     for rank, (call, held, sent) in enumerate(run_local(4, layers)):

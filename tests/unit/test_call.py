@@ -16,15 +16,31 @@ from ring_attn.call import Options, checked_options
 from ring_attn.core.strategy import resolve_strategy
 
 PLAIN: dict[str, Any] = {
-    "causal": False, "left": -1, "right": -1, "softmax_scale": None, "softcap": 0.0, "group": "0",
-    "backend": "auto", "transport": TransportOptions(),
-}  # fmt: skip
+    "causal": False,
+    "left": -1,
+    "right": -1,
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "group": "0",
+    "backend": "auto",
+    "transport": TransportOptions(),
+}
 NAMED: dict[str, Any] = {
-    "causal": True, "left": 2**63 - 1, "right": 0, "softmax_scale": 0.1 + 0.2,
-    "softcap": 2.0**-63, "group": 'a "group"\n\u00e9', "backend": "reference",
-    "transport": TransportOptions(1e-3), "layout": "zigzag", "strategy": "ulysses",
-    "same_bits": True, "differentiated": True, "max_logits": True, "mesh_shape": (4, 2),
-}  # fmt: skip
+    "causal": True,
+    "left": 2**63 - 1,
+    "right": 0,
+    "softmax_scale": 0.1 + 0.2,
+    "softcap": 2.0**-63,
+    "group": 'a "group"\n\u00e9',
+    "backend": "reference",
+    "transport": TransportOptions(1e-3),
+    "layout": "zigzag",
+    "strategy": "ulysses",
+    "same_bits": True,
+    "differentiated": True,
+    "max_logits": True,
+    "mesh_shape": (4, 2),
+}
 
 
 def of(**options: Any) -> Options:
@@ -71,9 +87,13 @@ def test_options_are_not_cached_for_a_value_of_another_type(option: str) -> None
 
 def test_numbers_of_numpy_are_numbers() -> None:
     options = of(
-        softmax_scale=numpy.float32(0.5), softcap=numpy.int64(2), left=numpy.int64(3),
-        right=numpy.int32(2), causal=True, transport=TransportOptions(numpy.float32(2.5)),
-    )  # fmt: skip
+        softmax_scale=numpy.float32(0.5),
+        softcap=numpy.int64(2),
+        left=numpy.int64(3),
+        right=numpy.int32(2),
+        causal=True,
+        transport=TransportOptions(numpy.float32(2.5)),
+    )
     expected = of(softmax_scale=0.5, softcap=2.0, left=3, right=0, causal=True)
     read = Options.from_text(options.text)
     assert read == replace(expected, transport=TransportOptions(2.5))

@@ -307,7 +307,7 @@ def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_sample_of_two_ranks_has_no_case_that_is_refused() -> None:
     """Every strategy, layout and mask that two ranks can run stays in the sample."""
     table = testing.cases(backends=["aten", "reference"])
-    every, refusals = verify._without_refused(table, 2, "cpu")
+    every, refusals = verify.without_refused(table, 2, "cpu")
     wanted = sample(every, verify.SAMPLE, seed=0)
     assert sum(map(len, refusals.values())) + len(every) == len(table)
     strategies = {*testing.STRATEGIES} - {"hybrid", "double_ring", "hybrid all_gather"}
@@ -437,6 +437,9 @@ def test_each_command_of_dev_has_its_help(command: str) -> None:
     """`python -m dev` begins without the package's `__init__`, which most commands import."""
     ran = subprocess.run(
         [sys.executable, "-m", "dev", command, "--help"],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
     assert ran.returncode == 0 and f"dev {command}" in ran.stdout, ran.stderr

@@ -29,25 +29,53 @@ SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 2, 16, 16)
 OPTIONS = TransportOptions()
 # Arguments of `checked_options`.
 REQUEST: dict[str, Any] = {
-    "causal": False, "left": -1, "right": -1, "softmax_scale": None, "softcap": 0.0, "group": "",
-    "backend": "reference", "transport": OPTIONS, "mesh_shape": (), "layout": "contiguous",
-    "strategy": "ring", "same_bits": None, "differentiated": False, "max_logits": False,
-}  # fmt: skip
+    "causal": False,
+    "left": -1,
+    "right": -1,
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "group": "",
+    "backend": "reference",
+    "transport": OPTIONS,
+    "mesh_shape": (),
+    "layout": "contiguous",
+    "strategy": "ring",
+    "same_bits": None,
+    "differentiated": False,
+    "max_logits": False,
+}
 
 # A value, and for each of its fields another value.
 OTHERS: list[tuple[Any, Mapping[str, Any]]] = [
-    (SPEC, {
-        "device_type": "cuda", "dtype": torch.float64, "batch": 2, "nheads": 8, "nheads_kv": 4,
-        "headdim": 32, "headdim_v": 32, "softcap": 2.0, "sinks": True, "max_logits": True,
-    }),
-    (Strategy("all_gather"), {
-        "core": "exchange", "ulysses_degree": 2, "inner_degree": 1, "exchange_q": True,
-        "heads_per_chunk": 2,
-    }),
+    (
+        SPEC,
+        {
+            "device_type": "cuda",
+            "dtype": torch.float64,
+            "batch": 2,
+            "nheads": 8,
+            "nheads_kv": 4,
+            "headdim": 32,
+            "headdim_v": 32,
+            "softcap": 2.0,
+            "sinks": True,
+            "max_logits": True,
+        },
+    ),
+    (
+        Strategy("all_gather"),
+        {
+            "core": "exchange",
+            "ulysses_degree": 2,
+            "inner_degree": 1,
+            "exchange_q": True,
+            "heads_per_chunk": 2,
+        },
+    ),
     (OPTIONS, {"timeout": 2.0, "nccl_max_ctas": 4, "spare_sms": 1}),
     (Segment(0, 2), {"start": 1, "length": 3, "stride": 2}),
     (Slice(0, 2, 0, 2), {"q_start": 1, "q_end": 3, "k_start": 1, "k_end": 3, "lo": 0, "hi": 0}),
-]  # fmt: skip
+]
 # Another value of each field, or why ranks need not agree on it.
 REQUESTS: dict[str, Any] = {
     "causal": True,

@@ -62,7 +62,7 @@ def wider_band(tile: Tile, device: torch.device) -> torch.Tensor:
     return base.band_mask(tile if tile.hi is None else tile._replace(hi=tile.hi + 1), device)
 
 
-right_weights = state._weights
+right_weights = state.weights_of
 
 
 def no_rescale(m: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -75,7 +75,7 @@ def mean_over_rows(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) 
 
 
 def last_gradient_alone(run: Any, op: ops.Add) -> None:
-    run._blocks[op.into.name] = run._blocks.pop(op.buffer.name)
+    run.blocks[op.into.name] = run.blocks.pop(op.buffer.name)
 
 
 def own_gradients_alone(plan: Any, around: torch.Tensor, transport: Any) -> torch.Tensor:
@@ -93,16 +93,16 @@ def no_decay(decay: torch.Tensor, start: torch.Tensor, matrix: bool) -> torch.Te
 # The kind of calls that finds a fault, and how it is planted.
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "band": ("attention", lambda: mock.patch.object(reference, "band_mask", wider_band)),
-    "rescaling": ("attention", lambda: mock.patch.object(state, "_weights", no_rescale)),
+    "rescaling": ("attention", lambda: mock.patch.object(state, "weights_of", no_rescale)),
     "sinks": ("attention", lambda: mock.patch.object(machine, "sinks_gradient", mean_over_rows)),
     "gradients": (
         "attention",
         lambda: mock.patch.object(machine.Run, "add", last_gradient_alone),
     ),
-    "decoding": ("decode", lambda: mock.patch.object(state, "_weights", no_rescale)),
+    "decoding": ("decode", lambda: mock.patch.object(state, "weights_of", no_rescale)),
     "halo": (
         "neighbours",
-        lambda: mock.patch.object(neighbours._Plan, "return_gradients", own_gradients_alone),
+        lambda: mock.patch.object(neighbours.HaloPlan, "return_gradients", own_gradients_alone),
     ),
     "states": ("recurrences", lambda: mock.patch.object(states, "applied", no_decay)),
 }

@@ -228,9 +228,17 @@ def test_only_commands_handle_signals() -> None:
 
 
 HEAVY = {
-    "triton", "flash_attn", "flash_attn_interface", "transformers", "safetensors", "matplotlib",
-    "rich", "torch.distributed.tensor", "torch._dynamo", "torch._inductor",
-}  # fmt: skip
+    "triton",
+    "flash_attn",
+    "flash_attn_interface",
+    "transformers",
+    "safetensors",
+    "matplotlib",
+    "rich",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch._inductor",
+}
 
 COLD_IMPORT = """
 import cProfile, json, sys

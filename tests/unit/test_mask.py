@@ -101,9 +101,13 @@ def test_slices_that_share_a_pair_are_refused_by_name() -> None:
 def test_equal_masks_are_one_key() -> None:
     cuts = tuple(range(0, 2001, 2))
     fields: dict[str, Any] = {
-        "seqlen_q": 2000, "seqlen_k": 2000, "causal": True, "window_size": (5, -1),
-        "cu_seqlens_q": cuts, "cu_seqlens_k": cuts,
-    }  # fmt: skip
+        "seqlen_q": 2000,
+        "seqlen_k": 2000,
+        "causal": True,
+        "window_size": (5, -1),
+        "cu_seqlens_q": cuts,
+        "cu_seqlens_k": cuts,
+    }
     # A window wider than the documents hides nothing; both spellings of causal are equal.
     same = [Mask(**fields), Mask(**fields | {"window_size": (6, -1)}), masks.chunked(2000, 2)]
     assert len({*same}) == 1 and len({*map(hash, same)}) == 1

@@ -264,10 +264,10 @@ FUNCTIONS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "dot": lambda b, h, q, k: BITS[q].float() @ BITS[k].float() >= 1,
     "modulo": lambda b, h, q, k: (q + k) % 3 != 0,
     "where": lambda b, h, q, k: torch.where(q < 100, q >= k, k % 2 == 0),
-    "batch and head": lambda b, h, q, k: (q + b >= k + h),
+    "batch and head": lambda b, h, q, k: q + b >= k + h,
     "nothing": lambda b, h, q, k: q < 0,
     "alike": lambda b, h, q, k: torch.tensor(True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -124,8 +124,8 @@ def test_the_flag_chooses_the_tests(
     marks: list[pytest.MarkDecorator], without: bool, with_flag: bool
 ) -> None:
     test = item(*marks)
-    assert conftest._runs_here(test, None) == without  # type: ignore[arg-type]
-    assert conftest._runs_here(test, "hostid") == with_flag  # type: ignore[arg-type]
+    assert conftest.runs_here(test, None) == without  # type: ignore[arg-type]
+    assert conftest.runs_here(test, "hostid") == with_flag  # type: ignore[arg-type]
 
 
 # Prints whether a fork could not use CUDA, and whether torch's compiler was imported, which asks

@@ -46,15 +46,15 @@ class Echo(Transport):
         super().__init__(tuple(range(world_size)), rank)
 
     def _among(self, members: tuple[int, ...]) -> Echo:
-        return Echo(len(members), members.index(self._members[self.rank]))
+        return Echo(len(members), members.index(self.members[self.rank]))
 
     def _exchange(self, batch: Batch) -> None:
         for _, into in batch.receives:
             into.zero_()
-        self._pending[batch.channel] = batch
+        self.pending[batch.channel] = batch
 
     def wait(self, channel: Channel) -> None:
-        batch = self._pending.pop(channel)
+        batch = self.pending.pop(channel)
         if batch.finish is not None:
             batch.finish()
 
@@ -173,7 +173,7 @@ def measured_ops(call: Call, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def noted(name: str, run_op: Any) -> Any:
         def method(run: Run, op: Op) -> None:
             direction = "backward" if run.program.backward else "forward"
-            with record_function(f"op {direction} {run._index} {name}"):
+            with record_function(f"op {direction} {run.index} {name}"):
                 run_op(run, op)
 
         return method
@@ -225,8 +225,8 @@ def predicted_ops(call: Call) -> dict[str, int]:
 def op_peaks(memory: count.Memory, direction: str) -> dict[str, int]:
     peaks = {}
     for index, op in enumerate(memory.program.ops):
-        memory._index, memory.most = index, memory.held
-        memory._do(op)
+        memory.index, memory.most = index, memory.held
+        memory.do(op)
         peaks[f"{direction} {index} {type(op).__name__.lower()}"] = memory.most
     return peaks
 

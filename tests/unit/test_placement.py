@@ -29,10 +29,13 @@ def mask_of(packing: Packing, causal: bool = True, window: tuple[int, int] = (-1
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(
-    st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any), st.integers(1, 5),
-    st.booleans(), st.sampled_from([(-1, -1), (7, -1), (0, 0), (3, 5)]), st.sampled_from([1, 4]),
+    st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([(-1, -1), (7, -1), (0, 0), (3, 5)]),
+    st.sampled_from([1, 4]),
     st.one_of(st.none(), st.integers(0, 9)),
-)  # fmt: skip
+)
 @example([1], 5, True, (-1, -1), 1, None)
 @example([0, 0, 3], 4, True, (-1, -1), 4, 0)
 def test_figures_are_those_of_the_dense_mask(
@@ -113,7 +116,7 @@ def test_work_and_rows_are_even(
         ),
         ("max_rows is 8, .* align=16 .* 9 rows", [9, 7], {"max_rows": 8, "align": 16}),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(text: str, lengths: list[int], options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=text):
         pack(lengths, **{"world_size": 2} | options)
@@ -145,10 +148,17 @@ def test_ten_thousand_documents_are_placed_and_planned_after_little_work() -> No
     assert packing.balance.of_work <= 1.05
     planned = partial(
         explain,
-        seqlen=packing.layout.seqlen, world_size=64, nheads=32, nheads_kv=8, headdim=128,
-        causal=True, cu_seqlens=packing.cu_seqlens, layout=packing.layout,
-        cluster=builtin_cluster("H100"), strategies=["ring", "all_gather"],
-    )  # fmt: skip
+        seqlen=packing.layout.seqlen,
+        world_size=64,
+        nheads=32,
+        nheads_kv=8,
+        headdim=128,
+        causal=True,
+        cu_seqlens=packing.cu_seqlens,
+        layout=packing.layout,
+        cluster=builtin_cluster("H100"),
+        strategies=["ring", "all_gather"],
+    )
     choice, calls = counted(planned)
     assert calls < 3e6  # 0.9 million were counted
     assert choice.layout == packing.layout and choice.best.seconds > 0

@@ -43,9 +43,15 @@ cluster = partial(made_cluster, speed=1e14, node_size=64, inside=1e15, between=1
 def plan(**options: Any) -> Choice:
     """8 ranks, 16 heads of 64, causal."""
     usual: dict[str, Any] = {
-        "seqlen": 1 << 14, "world_size": 8, "nheads": 16, "headdim": 64, "causal": True,
-        "device_type": "cuda", "backend": "triton", "cluster": cluster(),
-    }  # fmt: skip
+        "seqlen": 1 << 14,
+        "world_size": 8,
+        "nheads": 16,
+        "headdim": 64,
+        "causal": True,
+        "device_type": "cuda",
+        "backend": "triton",
+        "cluster": cluster(),
+    }
     return explain(**{**usual, **options})
 
 
@@ -65,39 +71,57 @@ CONTIGUOUS, ZIGZAG = {"layout": "contiguous"}, {"layout": "zigzag"}
 OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "equal work": (
         {"strategies": ["ring"]},
-        "ring", "zigzag", "as fast as ring over striped shards",
+        "ring",
+        "zigzag",
+        "as fast as ring over striped shards",
     ),
     "equal work after an exchange": (
         {**CONTIGUOUS, "strategies": ["ring", "q_exchange"]},
-        "q_exchange + all_gather", "contiguous", "8. % faster than ring, whose busiest rank comp",
+        "q_exchange + all_gather",
+        "contiguous",
+        "8. % faster than ring, whose busiest rank comp",
     ),
     "too much work by a bound": (
         {**CONTIGUOUS, "strategies": ["ring", "q_exchange"], "effort": "best"},
-        "q_exchange + all_gather", "contiguous", "every other takes at least 62 % longer",
+        "q_exchange + all_gather",
+        "contiguous",
+        "every other takes at least 62 % longer",
     ),
     **{
         f"a slow link between nodes, {name}": (
             {**ZIGZAG, "strategies": ["ring", name], "cluster": SLOW_BETWEEN_NODES},
-            best, "zigzag", r"faster than ring, which waits .* for bytes",
+            best,
+            "zigzag",
+            r"faster than ring, which waits .* for bytes",
         )
         for name, best in (("hybrid", "hybrid 4 x ring"), ("double_ring", "double_ring 4"))
     },
     "a window's halo": (
         {
-            **CONTIGUOUS, "seqlen": 1 << 16, "window_size": (512, 0),
-            "strategies": ["ring", "all_gather"], "cluster": cluster(inside=1e10),
+            **CONTIGUOUS,
+            "seqlen": 1 << 16,
+            "window_size": (512, 0),
+            "strategies": ["ring", "all_gather"],
+            "cluster": cluster(inside=1e10),
         },
-        "ring", "contiguous", "faster than all_gather by 4 heads, which waits .* longer for",
+        "ring",
+        "contiguous",
+        "faster than all_gather by 4 heads, which waits .* longer for",
     ),
     "one kv head is gathered at once": (
         {
-            **ZIGZAG, "seqlen": 1 << 12, "nheads_kv": 1, "strategies": ["ring", "all_gather"],
+            **ZIGZAG,
+            "seqlen": 1 << 12,
+            "nheads_kv": 1,
+            "strategies": ["ring", "all_gather"],
             "cluster": cluster(latency=2e-4, inside=1e9),
         },
-        "all_gather", "zigzag", "faster than ring, which waits .* longer for bytes",
+        "all_gather",
+        "zigzag",
+        "faster than ring, which waits .* longer for bytes",
     ),
     "one rank": ({**CONTIGUOUS, "world_size": 1}, "ring", "contiguous", "the only one"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OBVIOUS)
@@ -140,9 +164,12 @@ def test_launches_of_few_kv_heads_have_the_rate_of_their_kernel(
 
 def test_same_bits_keeps_the_backward_that_does_not_depend_on_the_rows() -> None:
     args: dict[str, Any] = {
-        "seqlen": 1 << 17, "nheads_kv": 2, "layout": "contiguous", "strategies": ["ring"],
+        "seqlen": 1 << 17,
+        "nheads_kv": 2,
+        "layout": "contiguous",
+        "strategies": ["ring"],
         "cluster": builtin_cluster("H100"),
-    }  # fmt: skip
+    }
     compute = {
         same_bits: plan(**args, same_bits=same_bits).best.prediction.backward.compute
         for same_bits in (None, True, False)
@@ -274,8 +301,11 @@ def test_auto_layout_has_four() -> None:
     """A balanced layout is aligned, and leaves padding without work."""
     choice = plan(effort="all", strategies=["ring"])
     assert {c.layout_name for c in choice.candidates} == {
-        "contiguous", "zigzag", "striped", "balanced",
-    }  # fmt: skip
+        "contiguous",
+        "zigzag",
+        "striped",
+        "balanced",
+    }
     # Two products forward and five backward, for half of all pairs.
     flops = 7 * 2 * 64 * 16 * (1 << 14) * ((1 << 14) + 1) / 2
     assert choice.best.seconds == pytest.approx(flops / 8 / 1e14, rel=0.02)
@@ -348,7 +378,7 @@ def test_ranks_that_differ_are_all_walked(monkeypatch: pytest.MonkeyPatch) -> No
         ({"strategies": ["hybrid"], "world_size": 7}, "no degree for 7 ranks"),
         ({"cu_seqlens": [0, 16385]}, "must end at most at the global length 16384"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         plan(**options)
@@ -361,9 +391,14 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         mine = replace(spec, nheads=8) if rank == 1 else spec
         with pytest.raises(ValueError, match=r"ranks \[1\] have others than global rank 0"):
             agreed_strategy(
-                mine, (layout, layout), Mask(256, 256, True), transport, backend="aten",
-                same_bits=None, backward=True,
-            )  # fmt: skip
+                mine,
+                (layout, layout),
+                Mask(256, 256, True),
+                transport,
+                backend="aten",
+                same_bits=None,
+                backward=True,
+            )
 
     run_local(3, fail_to_agree)
 
@@ -372,18 +407,31 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 def test_a_few_rows_are_planned_after_little_work(seqlen: int) -> None:
     """With fewer rows than ranks no strategy is ruled out by its compute: all are simulated."""
     planned = partial(
-        explain, seqlen=seqlen, world_size=8, nheads=32, nheads_kv=8, headdim=128,
+        explain,
+        seqlen=seqlen,
+        world_size=8,
+        nheads=32,
+        nheads_kv=8,
+        headdim=128,
         cluster=builtin_cluster("H100"),
-    )  # fmt: skip
+    )
     choice, calls = counted(planned)
     assert len(choice.candidates) > 10
     assert calls < 3e6  # 0.7 million were counted
 
 
 def test_recurrent_layers_have_a_line_and_auto_takes_no_striped_shards() -> None:
-    problem: Any = {"seqlen": 64, "world_size": 2, "nheads": 2, "headdim": 16, "batch": 3,
-             "causal": True, "cu_seqlens": [0, 20, 64], "recurrent": 48,
-             "cluster": cpu_cluster(2)}  # fmt: skip
+    problem: Any = {
+        "seqlen": 64,
+        "world_size": 2,
+        "nheads": 2,
+        "headdim": 16,
+        "batch": 3,
+        "causal": True,
+        "cu_seqlens": [0, 20, 64],
+        "recurrent": 48,
+        "cluster": cpu_cluster(2),
+    }
     choice = explain(**problem, layout="contiguous")
     # Rank 0 sends the map of its only run.
     line = f"each recurrent layer: a rank sends at most {3 * 48} B forward, by gather in 1 rounds"

@@ -332,7 +332,7 @@ def test_scaling_shows_the_best_of_each_name(value: Any) -> None:
             (choice,) = (one for one in choices if one.problem.world_size == x)
             of_name = [c for c in choice.candidates if c.name == name and c.prediction]
             fastest = min(of_name, key=lambda c: c.seconds)
-            assert y == plans._value(fastest, value)
+            assert y == plans.value_of(fastest, value)
     assert {text.get_text() for text in axes.texts} == {*lines}
 
 

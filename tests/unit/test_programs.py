@@ -30,9 +30,7 @@ from ring_attn.strategies.registry import make_call, program_of, programs_of
 from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
 
 MASKS = masks(61)
-ORDERS: tuple[tuple[Side, bool] | None, ...] = (
-    None, ("kv", False), ("q", False), ("kv", True)
-)  # fmt: skip
+ORDERS: tuple[tuple[Side, bool] | None, ...] = (None, ("kv", False), ("q", False), ("kv", True))
 
 
 def strategies(world_size: int) -> list[Strategy]:
@@ -206,10 +204,15 @@ def to_itself(op: ops.Post) -> ops.Op:
 PLANTED: dict[str, tuple[Any, ...]] = {
     "sent to another rank": (False, "message", ops.Post, changed(to_itself)),
     "posted on another channel": (
-        False, "order", ops.Post, changed(lambda op: op._replace(channel="outer")),
+        False,
+        "order",
+        ops.Post,
+        changed(lambda op: op._replace(channel="outer")),
     ),
     "more bytes than are expected": (
-        False, "message", ops.Pack,
+        False,
+        "message",
+        ops.Pack,
         changed(lambda op: op._replace(message=shard_packet(spec_of(), "kv", 999))),
     ),
     "sent before it is packed": (False, "buffer", ops.Pack, behind(ops.Post)),
@@ -218,13 +221,18 @@ PLANTED: dict[str, tuple[Any, ...]] = {
     "sums are written while they are sent": (True, "buffer", ops.Add, behind(ops.Post)),
     "posts in another order": (True, "order", ops.Post, behind(ops.Post), 2),
     "a tensor that does not exist": (
-        False, "tensor", ops.Pack,
+        False,
+        "tensor",
+        ops.Pack,
         changed(lambda op: op._replace(copies=(ops.Copy(0, ops.View("x")),))),
     ),
     "a step computes nothing": (
-        True, "work", ops.Differentiate, changed(lambda op: op._replace(tiles=NO_TILES)),
+        True,
+        "work",
+        ops.Differentiate,
+        changed(lambda op: op._replace(tiles=NO_TILES)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -105,9 +105,14 @@ def test_long_launches_of_one_kv_head_take_one_pass(name: str) -> None:
     strategy, layout, rows, same_bits, expected = ONE_PASS[name]
     spec = AttentionSpec("cuda", torch.bfloat16, 1, 8, 1, 128, 128)
     call = make_call(
-        Strategy(), spec, named(layout, 2, rows), Mask(rows, rows, causal=True), 0,
-        backend="reference", same_bits=False,
-    )  # fmt: skip
+        Strategy(),
+        spec,
+        named(layout, 2, rows),
+        Mask(rows, rows, causal=True),
+        0,
+        backend="reference",
+        same_bits=False,
+    )
     options = replace(call.options, same_bits=same_bits)
     for rank in (0, 1):
         call = replace(call, rank=rank, strategy=strategy, backend="triton", options=options)

@@ -32,9 +32,14 @@ HEADS, HEADDIM, HIDDEN = 12, 4, 40
 INTERMEDIATE = 5  # of 4 ranks, one has 1 and one nothing
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [
-    torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float64, torch.int8,
-]  # fmt: skip
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float64,
+    torch.int8,
+]
 
 
 def config_of(tp_size: int, kv_heads: int, rank: int = 0) -> TensorParallelConfig:

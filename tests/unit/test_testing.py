@@ -263,7 +263,7 @@ def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.Monk
     wait = LocalTransport.wait
 
     def lose(self: LocalTransport, channel: Any) -> None:
-        pending = self._pending[channel]
+        pending = self.pending[channel]
         if self.rank == 1:
             pending.receives = [(rank, x.clone()) for rank, x in pending.receives]
         wait(self, channel)

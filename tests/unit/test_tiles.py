@@ -340,9 +340,14 @@ def test_a_program_takes_few_calls(num_documents: int) -> None:
     mask = documents((0, *sorted(cuts.tolist()), n), causal=True)
     spec = AttentionSpec("cpu", torch.bfloat16, 1, 8, 2, 64, 64)
     call = Call(
-        options=Options(), spec=spec, backend="aten", layouts=(layout, layout), mask=mask, rank=17,
+        options=Options(),
+        spec=spec,
+        backend="aten",
+        layouts=(layout, layout),
+        mask=mask,
+        rank=17,
         strategy=Strategy(),
-    )  # fmt: skip
+    )
     program, calls = counted(partial(program_of, call, backward=False))
     assert calls < 30_000  # 7,000 were counted
     assert program is program_of(call, backward=False)

@@ -100,23 +100,31 @@ BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
         f"gathered by heads, {backward=}": (
             cluster(inside=wire(0.1)),
             {"strategy": Strategy("all_gather"), "backward": backward},
-            compute + exposed, compute, exposed,
+            compute + exposed,
+            compute,
+            exposed,
         )
         for backward, compute, exposed in ((False, 4, 0.075), (True, 10, 0.15))
     },
     "latency": (cluster(inside=inf, latency=2 * STEP), {}, 3 * 2 + 1, 4, 3),
     # Shards and gradients travel at once, half as long again as a step; then the last gradients.
     "latencies": (
-        cluster(inside=inf, latency=3.75 * STEP), {"backward": True}, 17.5, 10, 3 * 1.25 + 3.75
+        cluster(inside=inf, latency=3.75 * STEP),
+        {"backward": True},
+        17.5,
+        10,
+        3 * 1.25 + 3.75,
     ),
     # Three hops, each as long as three steps, and the last step.
     "slow wire": (cluster(inside=wire(3)), {}, 10, 4, 6),
     # A message between nodes overlaps a round of four steps.
-    "slow cable": (
-        cluster(between=wire(3)), {"world_size": 8, "strategy": DOUBLE}, 8, 8, 0
-    ),
+    "slow cable": (cluster(between=wire(3)), {"world_size": 8, "strategy": DOUBLE}, 8, 8, 0),
     "slower cable": (
-        cluster(between=wire(4), inside=inf), {"world_size": 8, "strategy": DOUBLE}, 8, 8, 0
+        cluster(between=wire(4), inside=inf),
+        {"world_size": 8, "strategy": DOUBLE},
+        8,
+        8,
+        0,
     ),
     # Compute runs at half speed during a message, and at full speed after it.
     "slowed for half a step": (cluster(inside=wire(0.5), **SLOW), {}, 4.75, 4.75, 0),
@@ -124,13 +132,14 @@ BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
     # A copy begins a step after its shard has arrived, and is there a step after its end.
     # A shard is sent while the kernel of the shard before it runs.
     "three buffers": (
-        cluster(inside=wire(0.7), stream_latency=0.4 * STEP), {"backend": "triton"},
-        4.5, 4, 0.5,
+        cluster(inside=wire(0.7), stream_latency=0.4 * STEP),
+        {"backend": "triton"},
+        4.5,
+        4,
+        0.5,
     ),
-    "streams": (
-        cluster(inside=wire(1.5), stream_latency=STEP), {"backend": "triton"}, 9.5, 4, 5.5
-    ),
-}  # fmt: skip
+    "streams": (cluster(inside=wire(1.5), stream_latency=STEP), {"backend": "triton"}, 9.5, 4, 5.5),
+}
 
 
 @pytest.mark.parametrize("name", BY_HAND)

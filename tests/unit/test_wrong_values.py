@@ -94,10 +94,18 @@ def one_segment(**numbers: Any) -> object:
 GOOD = [
     partial(select_backend, q=Q, k=KV, v=KV, backend="auto", softcap=0.0, sinks=None),
     partial(
-        explain, **defaults(explain) | {
-            "seqlen": 64, "world_size": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8,
-            "layout": "contiguous", "strategies": ["ring"], "cluster": cpu_cluster(2),
-        }
+        explain,
+        **defaults(explain)
+        | {
+            "seqlen": 64,
+            "world_size": 2,
+            "nheads": 4,
+            "nheads_kv": 2,
+            "headdim": 8,
+            "layout": "contiguous",
+            "strategies": ["ring"],
+            "cluster": cpu_cluster(2),
+        },
     ),
     partial(next_rank, layout=ZIGZAG, block=256),
     partial(shard_batch, batch={"labels": TOKENS}, layout=ZIGZAG, rank=0, dim=1, ignore_index=-100),
@@ -124,11 +132,16 @@ GOOD = [
     partial(balance.by_cost, cost=[1.0, 2.0, 3.0], world_size=2, align=1),
     partial(
         balance.by_separators,
-        token_ids=TOKENS[0], separators=[3, 7], world_size=2,
+        token_ids=TOKENS[0],
+        separators=[3, 7],
+        world_size=2,
     ),
     partial(
         balance.by_documents,
-        cu_seqlens=[0, 4, 12], world_size=2, window_size=(-1, -1), max_balance=1.05,
+        cu_seqlens=[0, 4, 12],
+        world_size=2,
+        window_size=(-1, -1),
+        max_balance=1.05,
     ),
     partial(balance.by_memory, seqlen=12, free_bytes=[100, 100], bytes_per_token=4),
     partial(balance.halo_rows, layout=RUNS, mask=CAUSAL, rank=0),
@@ -138,7 +151,7 @@ GOOD = [
     partial(TensorParallelConfig, **vars(CONFIGS[0])),
     partial(shard_parameter, x=torch.ones(8, 8), kind="q", config=CONFIGS[0], order="out_in"),
     partial(shard_state_dict, state_dict=MODEL, config=CONFIGS[0], **OTHERWISE),
-]  # fmt: skip
+]
 
 # Words of a message in place of an argument's name, where the value is valid by itself.
 OTHER_WORDS = {
@@ -160,15 +173,19 @@ TAKEN = {
     **dict.fromkeys(("causal", "backward", "exchange_q", "exact"), ["True"]),
     **dict.fromkeys(("dim", "ignore_index"), ["-1"]),
     "max_rows": ["None", "2**64"],
-    "output_index": ["None", "-1"], "replace": ["None", "{}", "type"],
+    "output_index": ["None", "-1"],
+    "replace": ["None", "{}", "type"],
     **dict.fromkeys(("strategy", "backend"), ["text"]),
     **dict.fromkeys(("batch", "state_dict", "plan"), ["{}"]),
     "shard_batch's batch": ["dict"],
-    "softcap": ["1.5"], "same_bits": ["None", "True"],
-    "layout": ["layout of others"], "memory_bytes": ["None", "2**64", "inf"],
-    "max_balance": ["None", "2**64", "1.5"], "token_ids": ["[]", "{}"],
+    "softcap": ["1.5"],
+    "same_bits": ["None", "True"],
+    "layout": ["layout of others"],
+    "memory_bytes": ["None", "2**64", "inf"],
+    "max_balance": ["None", "2**64", "1.5"],
+    "token_ids": ["[]", "{}"],
     "cost": ["[]", "(1.5, 2)", "{}", "numpy", "vector"],
-}  # fmt: skip
+}
 
 
 def assert_named(

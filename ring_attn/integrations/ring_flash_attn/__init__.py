@@ -249,7 +249,7 @@ def _gathered(
     return {
         "layout": SequenceLayout.contiguous(rows * world_size, world_size),
         "strategy": Strategy("all_gather", heads_per_chunk=heads_k_stride),
-        "cu_seqlens": _all_documents(given, cu_q),
+        "cu_seqlens": all_documents(given, cu_q),
     }
 
 
@@ -276,7 +276,7 @@ def _remember(cu_q: Tensor, prepared: Local, boundaries: Boundaries) -> None:
         _prepared_values.popitem(last=False)
 
 
-def _all_documents(given: Local, cu_q: Tensor) -> Tensor:
+def all_documents(given: Local, cu_q: Tensor) -> Tensor:
     """Return the global boundaries of all non-empty documents, from this rank's arguments.
 
     Nothing is sent: if ranks exchanged boundaries for new arguments only, they would wait for ranks

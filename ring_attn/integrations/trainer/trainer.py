@@ -111,9 +111,9 @@ class _SplitSequence(_Base):
         from transformers.integrations.liger import apply_liger_kernel
 
         super().__init__(*args, **kwargs)
-        _check_trainer(self)
-        self._ring = _Ring.of(self)
-        _keep_gradients(self.model)
+        check_trainer(self)
+        self.ring = TrainerRing.of(self)
+        keep_gradients(self.model)
         # Every rank reads an iterable dataset: otherwise accelerate gives each rank other batches.
         self.accelerator.dataloader_config.dispatch_batches = False
         # TRL sums its figures over all ranks; gather_for_metrics would leave out ranks for which
@@ -125,10 +125,10 @@ class _SplitSequence(_Base):
         if self.label_smoother is not None:
             self.label_smoother = partial(_smooth_shifted, self.label_smoother)
         self._loss_checked: set[bool] = set()
-        self._preprocess: Function | None = None  # during an evaluation
+        self.own_preprocess: Function | None = None  # during an evaluation
         # On NCCL an error of a call is raised later, at the latest before the optimizer uses the
         # gradients.
-        group = self._ring.group
+        group = self.ring.group
         methods = {"on_pre_optimizer_step": lambda *_args, **_kwargs: check_pending(group)}
         self.add_callback(type("ChecksCalls", (TrainerCallback,), methods))
 
@@ -136,7 +136,7 @@ class _SplitSequence(_Base):
         """Train the model, as the Trainer does."""
         from torch.distributed.fsdp import FSDPModule
 
-        _keep_gradients(self.model)
+        keep_gradients(self.model)
         # An earlier evaluation sets an attribute that would keep accelerate from wrapping with DDP.
         if self.model_wrapped is self.model and not self.is_fsdp_enabled:
             self.model._is_accelerate_prepared = False
@@ -149,11 +149,11 @@ class _SplitSequence(_Base):
 
     def get_cp_size(self) -> int:
         """Return the number of ranks with the same batch."""
-        return self._ring.size
+        return self.ring.size
 
     def _get_dataloader(self, *args: object, **kwargs: object) -> object:
         """Return the data loader of training, evaluation or prediction."""
-        with self._ring.data_parallel(self.accelerator):
+        with self.ring.data_parallel(self.accelerator):
             return super()._get_dataloader(*args, **kwargs)
 
     def _get_num_items_in_batch(
@@ -165,10 +165,10 @@ class _SplitSequence(_Base):
             count += num_targets(batch).to(device)
         of_rank = torch.stack([count, fingerprint(batch_samples, device)])
         counts, fingerprints = self.accelerator.gather(of_rank).view(-1, 2).T.tolist()
-        self._ring.check_same(fingerprints)
+        self.ring.check_same(fingerprints)
         if not batch_samples:
             return None
-        one_of_each_group = counts[:: self._ring.size]
+        one_of_each_group = counts[:: self.ring.size]
         return torch.tensor(sum(one_of_each_group), device=device)
 
     def compute_loss(
@@ -182,11 +182,11 @@ class _SplitSequence(_Base):
         set_step(self.state.global_step)
         if num_items_in_batch is None:  # TRL's evaluation leaves it out
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        shard = self._ring.shard(inputs)
+        shard = self.ring.shard(inputs)
         compute = partial(super().compute_loss, model, shard, return_outputs, num_items_in_batch)
         custom_loss = self.compute_loss_func
         if custom_loss is not None:
-            self.compute_loss_func = partial(self._ring.whole_loss, custom_loss, inputs)
+            self.compute_loss_func = partial(self.ring.whole_loss, custom_loss, inputs)
             try:
                 return compute()
             finally:
@@ -222,23 +222,23 @@ class _SplitSequence(_Base):
         loss, found, labels = super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys
         )
-        dist.all_reduce(loss, group=self._ring.group)
-        loss = loss / self._ring.size
+        dist.all_reduce(loss, group=self.ring.group)
+        loss = loss / self.ring.size
         if prediction_loss_only:
             return loss, None, None
-        return loss, self._ring.predictions(found, inputs, self._preprocess), labels
+        return loss, self.ring.predictions(found, inputs, self.own_preprocess), labels
 
     def evaluation_loop(self, *args: object, **kwargs: object) -> object:
         """Evaluate or predict, as the Trainer does."""
         self.gather_function = self._gather_once
         # `prediction_step` calls it on a rank's rows: its results are small, and all logits large.
-        self._preprocess = self.preprocess_logits_for_metrics
+        self.own_preprocess = self.preprocess_logits_for_metrics
         self.preprocess_logits_for_metrics = None
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
-            self.preprocess_logits_for_metrics = self._preprocess
-            self._preprocess = None
+            self.preprocess_logits_for_metrics = self.own_preprocess
+            self.own_preprocess = None
 
     # The results of a metric: tensors, tuples and lists of them.
     def _gather_once(self, x: Value) -> Value:
@@ -246,7 +246,7 @@ class _SplitSequence(_Base):
         if isinstance(x, tuple | list):
             return type(x)(map(self._gather_once, x))
         gathered = self.accelerator.gather(x.contiguous())
-        of_groups = gathered.view(-1, self._ring.size, *x.shape)  # (groups, ranks, samples, ...)
+        of_groups = gathered.view(-1, self.ring.size, *x.shape)  # (groups, ranks, samples, ...)
         once = of_groups[:, 0].flatten(0, 1)  # (groups * samples, ...)
         state = self.accelerator.gradient_state
         # accelerate fills the last batch with repeated samples.
@@ -256,7 +256,7 @@ class _SplitSequence(_Base):
 
     def floating_point_ops(self, inputs: Keywords) -> int:
         """Return this rank's share of the batch's FLOPs."""
-        return super().floating_point_ops(inputs) // self._ring.size
+        return super().floating_point_ops(inputs) // self.ring.size
 
 
 def _smooth_shifted(
@@ -267,7 +267,7 @@ def _smooth_shifted(
 
 
 @dataclass(frozen=True)
-class _Ring:
+class TrainerRing:
     """This rank's group, which shares each sequence, and the mesh of all ranks."""
 
     group: dist.ProcessGroup
@@ -277,7 +277,7 @@ class _Ring:
     mesh: DeviceMesh
 
     @staticmethod
-    def of(trainer: HFTrainer) -> _Ring:
+    def of(trainer: HFTrainer) -> TrainerRing:
         """Return the ring of the model's registration; refuse groups that are not consecutive."""
         registered = _registration(trainer.model)
         group = groups.check_group(registered.group)
@@ -296,7 +296,7 @@ class _Ring:
             (world_size // size, size),
             mesh_dim_names=("dp_replicate", "cp"),
         )
-        return _Ring(group, dist.get_rank(group), size, registered.layout, mesh)
+        return TrainerRing(group, dist.get_rank(group), size, registered.layout, mesh)
 
     @contextmanager
     def data_parallel(self, accelerator: Value) -> Iterator[None]:
@@ -413,7 +413,7 @@ def _check_loss(
     # Both have the same float32 terms, which the loss adds in float32, in blocks.
     tolerance = 64 * torch.finfo(torch.float32).eps * abs(expected)
     if not abs(got - expected) <= tolerance:  # also if `expected` is NaN
-        with reporting(trainer._ring.group):
+        with reporting(trainer.ring.group):
             raise NotImplementedError(
                 f"the loss of this rank's rows is {got:.6g}, but the cross-entropy of their logits "
                 f"is {expected:.6g}: only transformers' causal loss works on sharded sequences, "
@@ -442,7 +442,7 @@ def _terms(output: object, targets: Tensor, smoothing: float) -> Tensor | None:
     )
 
 
-def _keep_gradients(model: Model) -> None:
+def keep_gradients(model: Model) -> None:
     """Keep bitsandbytes' 4-bit layers in a layout for which gradients can be computed.
 
     On CPUs with AVX512-BF16 an evaluation converts their weights to a layout for inference, whose
@@ -475,7 +475,7 @@ def _registration(model: Model) -> Registration:
     return registered
 
 
-def _check_trainer(trainer: HFTrainer) -> None:
+def check_trainer(trainer: HFTrainer) -> None:
     """Refuse models and options that would give wrong results on sharded sequences."""
     args, accelerator = trainer.args, trainer.accelerator
     parallel = accelerator.parallelism_config

@@ -124,7 +124,7 @@ class _Forward(threading.local):
     pooled = False
 
 
-_forward = _Forward()
+running = _Forward()
 # Models that have run on several ranks, and whether their outputs are pooled.
 _checked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _takes_positions: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -143,10 +143,10 @@ def watch_models(package: ModuleType) -> None:
     def get_correct_attn_implementation(self: Model, *args: object, **kwargs: object) -> object:
         name = original(self, *args, **kwargs)
         if name in registered:
-            _refuse_by_code(self)
+            refuse_by_code(self)
             if _before not in self._forward_pre_hooks.values():
                 self.register_forward_pre_hook(_before, with_kwargs=True)
-                self.register_forward_hook(_after, always_call=True)
+                self.register_forward_hook(after_forward, always_call=True)
         return name
 
     get_correct_attn_implementation.watches = True  # type: ignore[attr-defined]
@@ -155,24 +155,24 @@ def watch_models(package: ModuleType) -> None:
 
 def count_call(kwargs: Keywords, names: frozenset[str]) -> None:
     """Count a call of our attention; refuse it if it did not get all keywords among `names`."""
-    if torch.compiler.is_compiling() or not _forward.depth:
+    if torch.compiler.is_compiling() or not running.depth:
         return
-    _forward.calls += 1
-    for name in sorted(names & _forward.given.keys() - kwargs.keys()):
+    running.calls += 1
+    for name in sorted(names & running.given.keys() - kwargs.keys()):
         raise NotImplementedError(_not_passed_on(name, "attention"))
 
 
 def _not_passed_on(name: str, layers: str) -> str:
     """Return the error for a keyword that a model's forward does not pass to its layers."""
     return (
-        f"{_forward.model} does not pass {name} on to its {layers}: use this model with equally "
+        f"{running.model} does not pass {name} on to its {layers}: use this model with equally "
         "many rows on each rank, in the layout given to register(), and without documents"
     )
 
 
 def has_several_positions(position_ids: Tensor | None) -> bool:
     """Return whether the model got several positions for each token, which it does not pass on."""
-    of_model = _forward.given.get("position_ids")
+    of_model = running.given.get("position_ids")
     return position_ids is None and isinstance(of_model, Tensor) and of_model.ndim == 3
 
 
@@ -232,7 +232,7 @@ def _rope_types(config: Config) -> Iterator[str]:
         yield str(rope.get("rope_type", "default"))
 
 
-def _refuse_by_code(model: Model) -> None:
+def refuse_by_code(model: Model) -> None:
     """Refuse a model whose class or config shows that it cannot run on a sharded sequence."""
     name, config = type(model).__name__, model.config
     calls_functions = model.is_backend_compatible() or model._supports_sdpa
@@ -277,23 +277,23 @@ def _before(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -
             if functions:
                 split_functions(layer, functions)
                 _place_rows_of(layer, model.config)
-    _forward.depth += 1
-    if _forward.depth > 1:
+    running.depth += 1
+    if running.depth > 1:
         return
     names = inspect.signature(model.forward).parameters
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    _forward.calls = 0
-    _forward.recurrences = 0
-    _forward.model = type(model).__name__
-    _forward.given = {key: value for key, value in given.items() if value is not None}
-    _forward.recomputes = model.training and model.is_gradient_checkpointing
-    _forward.pooled = False
+    running.calls = 0
+    running.recurrences = 0
+    running.model = type(model).__name__
+    running.given = {key: value for key, value in given.items() if value is not None}
+    running.recomputes = model.training and model.is_gradient_checkpointing
+    running.pooled = False
     ring = registered[name]
     with reporting(ring.group):
-        _require_positions(model, groups.check_group(ring.group))
+        require_positions(model, groups.check_group(ring.group))
         # A sharded cache shards and adds positions in its own hook, after this one.
-        has_positions = "position_ids" in _forward.given
-        has_cache = "past_key_values" in _forward.given
+        has_positions = "position_ids" in running.given
+        has_cache = "past_key_values" in running.given
         if has_positions and not has_cache:
             position_ids = cast(Tensor, given["position_ids"])
             ring.check_positions(given, position_ids, first_position(model))
@@ -305,9 +305,9 @@ def _check_parts(model: Model, ring: Registered) -> None:
     group = groups.check_group(ring.group)
     if dist.get_world_size(group) == 1:
         return
-    for name in LABELS_OF_POSITIONS & _forward.given.keys():
+    for name in LABELS_OF_POSITIONS & running.given.keys():
         raise NotImplementedError(
-            f"{name} is a position in the whole sequence, but {_forward.model} would compute its "
+            f"{name} is a position in the whole sequence, but {running.model} would compute its "
             "loss over one rank's rows: leave it out, gather the logits with ring_attn.unshard, "
             "and compute the loss of the whole sequence"
         )
@@ -317,7 +317,7 @@ def _check_parts(model: Model, ring: Registered) -> None:
     _checked[model] = pools
     if not ring.probe:
         return
-    found = find_mixing(model, dict(_forward.given), first_position(model), pools)
+    found = find_mixing(model, dict(running.given), first_position(model), pools)
     if found is not None:
         del _checked[model]
         others = f"rows {list(found.others)}" if found.others else "an output without rows"
@@ -335,21 +335,21 @@ def _where(
 ) -> tuple[SequenceLayout, dist.ProcessGroup, dict[str, Value]] | None:
     """Return the layout and group of the forward under way, whose rows are pooled; see `pools`."""
     ring = registered.get(model.config._attn_implementation)
-    if ring is None or probing.on or not _forward.depth or torch.compiler.is_compiling():
+    if ring is None or probing.on or not running.depth or torch.compiler.is_compiling():
         return None
     group = groups.check_group(ring.group)
     if dist.get_world_size(group) == 1:
         return None
-    if _forward.given.keys() & CACHES or "cu_seq_lens_q" in _forward.given:
+    if running.given.keys() & CACHES or "cu_seq_lens_q" in running.given:
         raise NotImplementedError(
-            f"{_forward.model} pools rows, which is not built together with a cache or with packed "
+            f"{running.model} pools rows, which is not built together with a cache or with packed "
             "documents: pass one sequence a row, without a cache"
         )
-    layout = ring.layout_of(_forward.given, rows)
+    layout = ring.layout_of(running.given, rows)
     if layout is None:
         return None
-    _forward.pooled = True
-    return layout, group, dict(_forward.given)
+    running.pooled = True
+    return layout, group, dict(running.given)
 
 
 def _place_rows_of(layer: nn.Module, config: Config) -> None:
@@ -409,19 +409,19 @@ def _place_of(config: Config, given: Keywords, rows: int) -> Place | None:
         return None
     if torch.compiler.is_compiling():
         refuse_compiled()
-    _forward.recurrences += 1
+    running.recurrences += 1
     # Some models pass keywords on to their attention only, so they are taken from the forward.
     # While activations are recomputed, no forward is known.
-    placed = {name: _forward.given[name] for name in PLACED & _forward.given.keys()}
+    placed = {name: running.given[name] for name in PLACED & running.given.keys()}
     missing = placed.keys() - given.keys()
-    if _forward.recomputes and missing:
+    if running.recomputes and missing:
         layers = "recurrent layers, which run again in the backward"
         with reporting(ring.group):
             raise NotImplementedError(_not_passed_on(min(missing), layers))
     return ring.place({**placed, **given}, rows)
 
 
-def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
+def require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Refuse models that do not accept positions, and forwards without positions."""
     if dist.get_world_size(group) == 1 or _only_recurrent(model.config):
         return
@@ -433,40 +433,40 @@ def _require_positions(model: nn.Module, group: dist.ProcessGroup) -> None:
         )
     if not _takes_positions[model]:
         raise NotImplementedError(
-            f"{_forward.model} has no parameter position_ids and counts every rank's rows from 0: "
+            f"{running.model} has no parameter position_ids and counts every rank's rows from 0: "
             "use it on one rank only"
         )
-    if not _forward.given.keys() & {"position_ids", "past_key_values"}:
+    if not running.given.keys() & {"position_ids", "past_key_values"}:
         raise ValueError(
-            f"position_ids must be passed to {_forward.model}, which otherwise counts every rank's "
+            f"position_ids must be passed to {running.model}, which otherwise counts every rank's "
             f"rows from 0: {MAKE_POSITIONS}"
         )
 
 
-def _after(model: Model, args: tuple[object, ...], output: object) -> object:
+def after_forward(model: Model, args: tuple[object, ...], output: object) -> object:
     """End a forward, also a failed one; refuse its output if layers did not call our attention.
 
     Return the output if it was pooled.
     """
     name = model.config._attn_implementation
-    if torch.compiler.is_compiling() or name not in registered or not _forward.depth or probing.on:
+    if torch.compiler.is_compiling() or name not in registered or not running.depth or probing.on:
         return None
-    _forward.depth -= 1
-    if _forward.depth == 0:
-        _forward.given = {}
-    if _forward.depth > 0 or output is None or _runs_compiled(model):
+    running.depth -= 1
+    if running.depth == 0:
+        running.given = {}
+    if running.depth > 0 or output is None or _runs_compiled(model):
         return None
     attending, recurrent = _layers(model.config.get_text_config())
-    if _forward.calls < attending or _forward.recurrences < recurrent:
+    if running.calls < attending or running.recurrences < recurrent:
         with reporting(registered[name].group):
             raise NotImplementedError(
-                f"{_forward.model} has {attending} layers with attention and called "
-                f"attn_implementation {name!r} {_forward.calls} times; of {recurrent} recurrent "
-                f"layers {_forward.recurrences} are known (see register_recurrence): other layers "
+                f"{running.model} has {attending} layers with attention and called "
+                f"attn_implementation {name!r} {running.calls} times; of {recurrent} recurrent "
+                f"layers {running.recurrences} are known (see register_recurrence): other layers "
                 "need rows of other ranks in a way that is not built, or were skipped at random "
                 "(layerdrop); the output would be wrong"
             )
-    if not _forward.pooled:
+    if not running.pooled:
         return None
     return finish(output, dist.get_world_size(groups.check_group(registered[name].group)))
 

@@ -70,8 +70,10 @@ def find_mixing(model: Model, given: Keywords, first: int, pools: bool) -> Mixed
     except Exception as error:
         logger.warning(
             "%s could not be probed for parts that mix rows outside of attention: %s: %s",
-            type(model).__name__, type(error).__name__, error,
-        )  # fmt: skip
+            type(model).__name__,
+            type(error).__name__,
+            error,
+        )
     return None
 
 
@@ -181,9 +183,9 @@ def _compared(usual: _Outputs, changed: _Outputs, row: int, pools: bool, name: s
                 return Mixed(f"{name} (its output {key})", row, ())
             continue
         if before.shape[:2] == (1, ROWS):
-            others = _other_rows(before[0], after[0], row)
+            others = other_rows(before[0], after[0], row)
         elif before.size(0) == ROWS:  # tokens of all sequences, such as the logits of routers
-            others = _other_rows(before, after, row)
+            others = other_rows(before, after, row)
         else:
             if pools:
                 continue
@@ -199,12 +201,12 @@ def _first_part(usual: _Outputs, changed: _Outputs, row: int) -> str | None:
         after = changed.parts.get(name)
         if after is None or after.shape != before.shape:
             continue
-        if _other_rows(before[0], after[0], row):
+        if other_rows(before[0], after[0], row):
             return name
     return None
 
 
-def _other_rows(before: Tensor, after: Tensor, row: int) -> tuple[int, ...]:
+def other_rows(before: Tensor, after: Tensor, row: int) -> tuple[int, ...]:
     """Return the rows other than the changed one whose values have changed beyond rounding.
 
     Equal rows of one matrix product have equal bits. Experts multiply other numbers of rows after a

@@ -56,7 +56,7 @@ class RankGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.member = Member(dist.get_rank(group), dist.get_process_group_ranks(group))
         store = LimitedStore(group_store(group), group_timeout(group))
-        self._store = store
+        self.store = store
         self.calls = CallLedger()
         self.connection = Connection(self.member, store, group, self._elsewhere)
         self.failure = FailureReport(
@@ -96,7 +96,7 @@ class RankGroup:
 
     def _elsewhere(self) -> str | None:
         """Return which ranks of the group wait in a call of another group, if that is known."""
-        ranks, store = self.member.global_ranks, self._store.store
+        ranks, store = self.member.global_ranks, self.store.store
         with contextlib.suppress(RuntimeError):  # the store is gone
             return waits_elsewhere(ranks, self.member.global_rank, store)
         return None
@@ -187,7 +187,7 @@ class RankGroup:
         """End the connections of a group that has been destroyed on this rank."""
         if _forked or not self.connection.links:
             return
-        self._log_unchecked(self._store.seconds)
+        self._log_unchecked(self.store.seconds)
         # No shutdown after a failure: it would wait for ranks that have aborted.
         if self.failure.is_reported():
             self.connection.close()

@@ -69,7 +69,7 @@ class Headers:
         self.call: Compared
         self.calls: deque[Compared] = deque()
         # Whether headers have differed in any replay: on the device, and in pinned memory.
-        self._replays: tuple[Tensor, Tensor] | None = None
+        self.replays: tuple[Tensor, Tensor] | None = None
 
     def begin(
         self, call: Identity, device: torch.device, values: Tensor | None, pool: Pool
@@ -80,15 +80,15 @@ class Headers:
         ranks' headers are received into buffers of the pool.
         """
         if capture.is_on():
-            assert self._replays is not None, "an equal call was made before"
-            own, result = torch.full((WORDS,), call.seed, device=device), self._replays[1]
+            assert self.replays is not None, "an equal call was made before"
+            own, result = torch.full((WORDS,), call.seed, device=device), self.replays[1]
         else:
             words = torch.tensor([*call.words(), *(WORDS - 6) * (0,), UNKNOWN])
             words = streams.pinned(words, device)
             own, result = words.to(device, non_blocking=True)[:WORDS], words[WORDS]
-            if self._replays is None:
+            if self.replays is None:
                 no = torch.zeros((), dtype=torch.bool)
-                self._replays = no.to(device, copy=True), streams.pinned(no, device)
+                self.replays = no.to(device, copy=True), streams.pinned(no, device)
         if values is not None:
             own[6] = values
         self._own, self._pool, self.call = own.view(torch.uint8), pool, Compared(call, result)
@@ -147,8 +147,8 @@ class Headers:
         found = rows[0] if len(rows) == 1 else torch.cat(rows)
         differs = found.ne(self.outgoing).any()
         if capture.is_on():
-            assert self._replays is not None, "an equal call was made before"
-            differs = self._replays[0].logical_or_(differs)
+            assert self.replays is not None, "an equal call was made before"
+            differs = self.replays[0].logical_or_(differs)
         else:
             self.calls.append(self.call)
         self.call.result.copy_(differs, non_blocking=True)
@@ -165,7 +165,7 @@ class Headers:
 
     def found(self) -> str | None:
         """Return the first error among the calls that the device has compared so far, or None."""
-        if self._replays is not None and self._replays[1].item():
+        if self.replays is not None and self.replays[1].item():
             return "a replay of a CUDA graph met messages of another call"
         while self.calls:
             differs = self.calls[0].differs()

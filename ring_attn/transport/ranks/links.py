@@ -132,8 +132,8 @@ class NcclChannel:
     ) -> None:
         self.communicator = communicator
         self._members, self._name, self._seconds = members, name, seconds
-        self._device, self._stream = device, streams.new(device)
-        self._posted: deque[Posted] = deque()
+        self._device, self.stream = device, streams.new(device)
+        self.posted: deque[Posted] = deque()
 
     def run(
         self,
@@ -148,14 +148,14 @@ class NcclChannel:
         `peer` is an index in `members`; `after` None means all work queued on the current stream.
         """
         moments = [streams.record(self._device)] if after is None else after
-        with streams.use(self._stream):
+        with streams.use(self.stream):
             for moment in moments:
-                moment.wait(self._stream)
+                moment.wait(self.stream)
             start()
-            end = streams.record_on(self._stream)
+            end = streams.record_on(self.stream)
         if not capture.is_on():  # nobody watches replays
             sender, now = self._members[peer], time.monotonic()
-            self._posted.append(Posted(step, self._name, sender, now, end, call))
+            self.posted.append(Posted(step, self._name, sender, now, end, call))
         return end
 
     def overdue(self, limit: float | None = None) -> Posted | None:
@@ -164,7 +164,7 @@ class NcclChannel:
         The default limit is the timeout. With another limit, the exchange may have ended in a call
         that has not.
         """
-        posted = self._posted
+        posted = self.posted
         while posted and posted[0].call.differs() is not None:
             posted.popleft()
         while posted:
@@ -228,7 +228,7 @@ class NcclLink:
     def __init__(self, store: Store, meeting: str, rank: int, global_ranks: Ranks) -> None:
         self._store, self._meeting, self._rank = store, meeting, rank
         self._global_ranks = global_ranks
-        self._channels: dict[tuple[Ranks, Channel, int], NcclChannel] = {}
+        self.channels: dict[tuple[Ranks, Channel, int], NcclChannel] = {}
         self._ends: list[CommunicatorEnd] = []
 
     def channel(
@@ -244,10 +244,10 @@ class NcclLink:
         Calls with another `max_ctas` have another communicator.
         """
         key = members, name, max_ctas
-        if key not in self._channels:
+        if key not in self.channels:
             communicator = self._connect(members, name, seconds, device, max_ctas)
-            self._channels[key] = NcclChannel(members, name, seconds, communicator, device)
-        return self._channels[key]
+            self.channels[key] = NcclChannel(members, name, seconds, communicator, device)
+        return self.channels[key]
 
     def _connect(
         self,
@@ -282,7 +282,7 @@ class NcclLink:
 
         None if there is no such exchange.
         """
-        for channel in list(self._channels.values()):
+        for channel in list(self.channels.values()):
             overdue = channel.overdue(seconds)
             if overdue is not None:
                 return overdue

@@ -146,13 +146,13 @@ class Rendezvous:
 
     def __init__(self, store: Store, name: str, rank: int, members: Sequence[int]) -> None:
         """Prepare a rendezvous of global ranks, by a key `name` that was never used before."""
-        self._store, self._name, self._rank, self._members = store, name, rank, members
+        self.store, self._name, self._rank, self._members = store, name, rank, members
 
     def arrive(self, reported: Facts | None = None) -> None:
         """Enter this rank and its facts; return at once."""
-        append(self._store, f"{self._name}/here", json.dumps([self._rank, reported or {}]) + "\n")
+        append(self.store, f"{self._name}/here", json.dumps([self._rank, reported or {}]) + "\n")
         # The count exceeds the members if a rank has left and arrived again.
-        if self._store.add(f"{self._name}/count", 1) >= len(self._members):
+        if self.store.add(f"{self._name}/count", 1) >= len(self._members):
             self._compare()
 
     def cancel(self, why: str) -> None:
@@ -192,7 +192,7 @@ class Rendezvous:
         if answer is None:
             # One rank asks who is missing, in the name of all whose time is up.
             asks = json.dumps([self._rank, when])
-            if self._store.compare_set(f"{self._name}/asks", "", asks).decode() == asks:
+            if self.store.compare_set(f"{self._name}/asks", "", asks).decode() == asks:
                 self._name_missing(when)
             answer = poll_until(poll, 2 * ANSWER_S)
         if answer is None:
@@ -210,16 +210,16 @@ class Rendezvous:
 
     def answer(self, kind: str, text: str = "") -> None:
         """End the rendezvous on all ranks, unless a rank has answered before."""
-        self._store.compare_set(f"{self._name}/answer", "", json.dumps([kind, text]))
+        self.store.compare_set(f"{self._name}/answer", "", json.dumps([kind, text]))
 
     def is_answered(self) -> bool:
-        return self._store.check([f"{self._name}/answer"])
+        return self.store.check([f"{self._name}/answer"])
 
     def poll(self) -> Answer | None:
         """Return the answer for all ranks, or None if there is none so far."""
         if not self.is_answered():
             return None
-        kind, text = json.loads(self._store.get(f"{self._name}/answer"))
+        kind, text = json.loads(self.store.get(f"{self._name}/answer"))
         return Answer(kind, text)
 
     def _compare(self) -> None:
@@ -244,9 +244,9 @@ class Rendezvous:
 
     def arrived(self) -> dict[int, Facts]:
         """Return what each rank that has arrived has reported."""
-        if not self._store.check([f"{self._name}/here"]):
+        if not self.store.check([f"{self._name}/here"]):
             return {}
-        lines = self._store.get(f"{self._name}/here").decode().splitlines()
+        lines = self.store.get(f"{self._name}/here").decode().splitlines()
         return dict(json.loads(line) for line in lines)
 
 
@@ -264,10 +264,10 @@ class Meeting(Rendezvous):
         answer = super().poll()
         if answer is not None or not self._is_lead():
             return answer
-        if self._store.add(f"{self._name}/count", 0) >= len(self._members):
+        if self.store.add(f"{self._name}/count", 0) >= len(self._members):
             self._compare()
-        if self._store.check([f"{self._name}/asks"]):
-            _, when = json.loads(self._store.get(f"{self._name}/asks"))
+        if self.store.check([f"{self._name}/asks"]):
+            _, when = json.loads(self.store.get(f"{self._name}/asks"))
             self._name_missing(when)
         return super().poll()
 
@@ -290,7 +290,7 @@ class Meetings:
     """
 
     def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
-        self._store, self._rank, self._members = store, rank, members
+        self.store, self._rank, self._members = store, rank, members
         # Groups of other members may have a store with the same prefix.
         self._place = f"ring_attn/{hashed(members)}"
         self._opened = ""
@@ -305,13 +305,13 @@ class Meetings:
         if self._rank == self._members[0]:
             self._opened = self._opened or self._open()
             return self._opened
-        number = self._store.add(self._place, 0)
+        number = self.store.add(self._place, 0)
         if number and not self._at(number).is_answered():
             return self._name(number)
 
         def num_opened() -> int:
             while_waiting()
-            return self._store.add(self._place, 0) - number
+            return self.store.add(self._place, 0) - number
 
         opened = poll_until(num_opened, seconds)
         return self._name(number + opened) if opened else None
@@ -321,7 +321,7 @@ class Meetings:
 
         This writes nothing. Without a meeting, the name is empty.
         """
-        number = self._store.add(self._place, 0)
+        number = self.store.add(self._place, 0)
         if not number:
             return "", [], False
         meeting = self._at(number)
@@ -344,7 +344,7 @@ class Meetings:
             name = self.find(left, while_waiting)
             if name is None:
                 break
-            meeting = Meeting(self._store, name, self._rank, self._members)
+            meeting = Meeting(self.store, name, self._rank, self._members)
             cannot_succeed = on_arrival(name)
             meeting.arrive(reported)
             try:
@@ -352,7 +352,7 @@ class Meetings:
             except MovedError:
                 if self._opened:
                     raise
-        last = self._at(self._store.add(self._place, 0)).poll()
+        last = self._at(self.store.add(self._place, 0)).poll()
         lead = rank_name(self._members[:1])
         text = f"{lead} did not arrive within {seconds:g} s"
         if last is not None and last.kind == "missing":
@@ -360,7 +360,7 @@ class Meetings:
         raise MissingRanksError(text, is_unexplained=True)
 
     def _open(self) -> str:
-        number = self._store.add(self._place, 1)
+        number = self.store.add(self._place, 1)
         if number > 1:
             self._at(number - 1).answer("moved")
         return self._name(number)
@@ -369,7 +369,7 @@ class Meetings:
         return f"{self._place}/{number}"
 
     def _at(self, number: int) -> Rendezvous:
-        return Rendezvous(self._store, self._name(number), self._rank, self._members)
+        return Rendezvous(self.store, self._name(number), self._rank, self._members)
 
 
 def meet(
@@ -396,18 +396,18 @@ class PollingStore(Store):
 
     def __init__(self, store: Store) -> None:
         super().__init__()
-        self._store = store
+        self.store = store
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
+        self.store.set(key, value)
 
     def get(self, key: str) -> bytes:
         # The key exists: gloo waits for each key before reading it.
-        return self._store.get(key)
+        return self.store.get(key)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta = NO_LIMIT) -> None:
         seconds = timeout.total_seconds()
-        if not poll_until(lambda: self._store.check(keys), seconds):
+        if not poll_until(lambda: self.store.check(keys), seconds):
             raise RuntimeError(f"no rank has set {keys} within {seconds:g} s")
 
 

@@ -99,9 +99,13 @@ def execute(
         if kind.startswith("tensordesc"):
             meta = next(metas)
             tensor_maps[next(params)] = TensorMap(
-                memory.address(value.base), value.shape, value.strides, meta["elem_size"],
-                meta["block_size"], SWIZZLE_BYTES[meta["swizzle"]],
-            )  # fmt: skip
+                memory.address(value.base),
+                value.shape,
+                value.strides,
+                meta["elem_size"],
+                meta["block_size"],
+                SWIZZLE_BYTES[meta["swizzle"]],
+            )
             for number in (*value.shape, *value.strides):
                 args[next(params)] = number
         elif isinstance(value, Tensor):

@@ -468,9 +468,18 @@ def run_grid(
     races = GlobalRaces(memory, noting)
     acquiring = any("release" in ins.opcode for ins in kernel.instructions)
     shared = Grid(
-        kernel, *cut(kernel), ctas, args, memory, races, acquiring, shared_bytes,
-        tensor_maps, drawn, {},
-    )  # fmt: skip
+        kernel,
+        *cut(kernel),
+        ctas,
+        args,
+        memory,
+        races,
+        acquiring,
+        shared_bytes,
+        tensor_maps,
+        drawn,
+        {},
+    )
     machines = _machines(kernel.num_threads, tuple(kernel.params), tuple(kernel.registers.items()))
     idle = machines[: 1 if drawn is None else TOGETHER]
     running: list[Machine] = []
