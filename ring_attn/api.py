@@ -235,7 +235,7 @@ def ring_attention(
             checks.check_unknown("ring_attention", positional, unknown, AttentionOptions)
         checks.check_results(return_lse, return_max_logits, dropout_p)
         if alibi_slopes is not None:
-            raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
+            raise NotImplementedError("alibi_slopes must be None: ALiBi is not supported")
         checks.check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
         if sinks is not None:
             checks.check_sinks(sinks, q)
@@ -367,8 +367,8 @@ def _with_masks(
         if fold.groups > 1 and (options["sinks"] is not None or options["return_max_logits"]):
             name = "return_max_logits" if options["sinks"] is None else "sinks"
             raise NotImplementedError(
-                f"{name} is not built together with masks that differ by head: make one call for "
-                "each group of heads"
+                f"{name} is not supported together with masks that differ by head: make one call "
+                "for each group of heads"
             )
         process_group = groups.check_group(group)
         layouts = fold.layouts(layout, process_group.size())

@@ -397,7 +397,7 @@ def _backward(ctx: Context, dout: Tensor | None, *_: object) -> tuple[object, ..
 
 def _refuse_second(ctx: Context, *grads: object) -> None:
     raise NotImplementedError(
-        "ring_attention is differentiable once: second derivatives are not built"
+        "ring_attention is differentiable once: second derivatives are not supported"
     )
 
 

@@ -1,10 +1,10 @@
 """Check the arguments that users pass to attention. Nothing here communicates.
 
 Checks raise `ValueError` for shapes and options, `TypeError` for dtypes and types,
-`NotImplementedError` for combinations that are not built, and `RuntimeError` for the state of the
-process group. Each message names the requirement, the value, and a remedy. Most checks return the
-checked value. A check depends only on arguments that all ranks share, or on a rank's shard, so an
-argument that is wrong on every rank raises an error on every rank.
+`NotImplementedError` for combinations that are not supported, and `RuntimeError` for the state of
+the process group. Each message names the requirement, the value, and a remedy. Most checks return
+the checked value. A check depends only on arguments that all ranks share, or on a rank's shard, so
+an argument that is wrong on every rank raises an error on every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_results(return_lse: bool, return_max_logits: bool, dropout_p: float) -
     check_number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         raise NotImplementedError(
-            f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
+            f"dropout_p must be 0, got {dropout_p}: attention dropout is not supported"
         )
 
 
@@ -83,7 +83,7 @@ def check_plain(name: str, x: Tensor) -> None:
         is_batched(x) or is_legacy_batched(x) or is_grad_tracking(x)
     ):
         raise NotImplementedError(
-            f"transforms of torch.func (grad, jvp, vmap, ...) are not built, got {name} inside "
+            f"transforms of torch.func (grad, jvp, vmap, ...) are not supported, got {name} inside "
             "a transform; use backward() or torch.autograd.grad without is_grads_batched, and a "
             "batch dim"
         )
@@ -317,7 +317,7 @@ OTHER_NAMES = {
     "s_aux": "sinks",
     "scale": "softmax_scale",
     "scaling": "softmax_scale",
-    "score_mod": "softcap or sinks: other functions of scores are not built",
+    "score_mod": "softcap or sinks: other functions of scores are not supported",
     "sliding_window": "window_size=(left, right)",
 }
 

@@ -57,17 +57,17 @@ COMM_SIZES, COMM_ITERS = tuple(1 << n for n in range(14, 29, 2)), 15
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    """`ring-attn bench`: one screen of figures of this machine, in a minute.
+    """`ring-attn bench`: measure this machine, in a minute and on one screen.
 
-        ring-attn bench          kernels, a ring, decoding and messages, small sizes
-        ring-attn bench kernel   TFLOP/s and GB/s of attention on one device
+        ring-attn bench          all of the following, with small sizes
+        ring-attn bench kernel   attention on one device: TFLOP/s and GB/s
         ring-attn bench ring     strategies and other packages on several ranks
-        ring-attn bench decode   GB/s of one token over a KV cache
-        ring-attn bench comm     GB/s of hops and collectives
+        ring-attn bench decode   attention of one token to a KV cache: GB/s
+        ring-attn bench comm     hops and collectives between ranks: GB/s
 
-    Each has its own options: `ring-attn bench ring --help`. Without a name, the four run with small
-    sizes, on the GPUs if there are any, otherwise on two CPU ranks. The exit status is 1 if a
-    result of ours is wrong.
+    Each benchmark has its own options: `ring-attn bench ring --help`. Without a name, all four run
+    with small sizes, on the GPUs if there are any, otherwise on two CPU ranks. The exit status is 1
+    if a result of ring_attn is wrong.
     """
     add = parser.add_argument
     add("--device", choices=DEVICES, help="where to run (default: cuda if there is a GPU)")
@@ -80,27 +80,29 @@ def bench(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_ring(parser: argparse.ArgumentParser) -> None:
-    """Measure attention over a split sequence: strategies of ours, and other packages.
+    """Measure attention over a sharded sequence, with our strategies and other packages.
 
         ring-attn bench ring --world-size 2,4 --strategy all --seqlen 4k,16k
         ring-attn bench ring --peer ring-attention-pytorch --mask full
         torchrun --nnodes 2 --nproc-per-node 8 ... -m ring_attn bench ring
 
-    All of one length, mask and number of ranks alternate within every repetition, so that drift of
-    the machine affects them in the same way. A time is the time of the slowest rank. Under
-    torchrun, smaller numbers of ranks are the first ranks.
+    For each length, mask and number of ranks, the strategies and packages take turns within every
+    repetition, so that drift of the machine affects all of them in the same way. A time is the time
+    of the slowest rank. Under torchrun, a smaller number of ranks means the first ranks.
 
-        TFLOP/s     of a rank's device: all FLOPs / time / ranks
-        of alone    its share of the speed of a rank that computes alone
-        exposed     time in waits for transfers, which compute did not hide
-        hidden      time of the call without its computation, minus exposed
-        sent, peak  bytes that a rank sends; bytes of a call beyond its inputs
-        predicted   time by the planner; off: predicted / measured - 1
+        TFLOP/s     speed of one device: all FLOPs / time / number of ranks
+        of alone    this speed relative to one rank without other ranks
+        exposed     time in which ranks wait for messages
+        hidden      time of messages that computation hides: the time of the
+                    call without its computation, minus exposed
+        sent, peak  bytes that a rank sends; most bytes that it holds during
+                    a call, in addition to the inputs
+        predicted   time that the planner predicts; off: predicted / measured - 1
         error       largest difference of out, dq, dk, dv from attention in
-                    float64, of at most 1k rows with the same mask and heads
+                    float64, for at most 1k rows with the same mask and heads
 
-    FLOPs are 4 x visible pairs x head_dim per head forward, and 2.5 times as many backward. The
-    exit status is 1 if a result of ours is wrong, or with --compare if a row is slower.
+    The forward has 4 x visible pairs x head_dim FLOPs per head, and the backward 2.5 times as many.
+    The exit status is 1 if a result of ring_attn is wrong, or with --compare if a row is slower.
 
         dense                   torch's attention in one process, with the
                                 ranks' threads, or on one GPU
@@ -109,7 +111,7 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
                                 scaled_dot_product_attention
         others                  the packages of that name
 
-    What is not installed, or cannot run here, is one line with the reason.
+    If a package is not installed or cannot run on this machine, a line states the reason.
     """
     # Longer than a screen: a list of options, in the order of the help text.
     add = parser.add_argument
@@ -137,14 +139,15 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=(*LAYOUTS, "auto"),
         default="zigzag",
-        help="layout of ours; auto: the planner's choice for each strategy; other packages have "
-        "their own (default: zigzag)",
+        help="layout of our strategies; auto: the planner's choice for each strategy; other "
+        "packages have their own layouts (default: zigzag)",
     )
     add_masks(parser, "causal")
     add(
         "--causal",
         action=argparse.BooleanOptionalAction,
-        help="short for --mask causal, and --no-causal for --mask full (default: see --mask)",
+        help="--causal is short for --mask causal, and --no-causal for --mask full (default: see "
+        "--mask)",
     )
     add_modes(parser)
     add("--batch", type=count_of("sequences"), default=1, help="sequences at a time (default: 1)")
@@ -188,18 +191,18 @@ def bench_ring(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_kernel(parser: argparse.ArgumentParser) -> None:
-    """Measure our attention kernels on one device, next to those of other packages.
+    """Measure our attention kernels on one device, next to kernels of other packages.
 
         ring-attn bench kernel --seqlen 4k,16k --impl ours,fa3 --mask window:4k
         ring-attn bench kernel --head-dim 128,192/128 --heads 32/8,16 --mode fwd
 
-    All implementations alternate within every repetition, so that clock drift affects them in the
-    same way. Each is checked against float64 before the timing, on at most 1024 rows. As in
-    FlashAttention's papers, the batch is 16k / length, at least 1. Times are measured on the
-    device, between events, with a cold L2 and the host ahead. FLOPs are 4 x visible pairs x
-    head_dim per head forward, and 2.5 times as many backward; bytes are those of the tensors that
-    must be read and written. Both are also shares of what this device attains: of a matrix product
-    in the same dtype, and of a copy.
+    The implementations take turns within every repetition, so that drift of the clock affects all
+    of them in the same way. Before the timing, each one is compared with float64, on at most 1024
+    rows. As in FlashAttention's papers, the batch is 16k / length, at least 1. Times are measured
+    on the device, between events, with a cold L2 cache, while the host runs ahead. The forward has
+    4 x visible pairs x head_dim FLOPs per head, and the backward 2.5 times as many. The bytes are
+    the sizes of all tensors that a call must read and write. The table also shows TFLOP/s relative
+    to a matrix product in the same dtype, and GB/s relative to a copy.
 
         ours           triton (on a CPU auto), deterministic, as a ring of one rank
         cudnn          scaled_dot_product_attention by cuDNN
@@ -209,9 +212,9 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
         flex           torch.compile of FlexAttention
         xformers       memory_efficient_attention
 
-    What is not installed, or cannot run a mask or size, is one line with the reason. The exit
-    status is 1 if one of our results is wrong, one of our calls failed, or with --compare if a row
-    is slower.
+    If an implementation is not installed, or cannot run a mask or size, a line states the reason.
+    The exit status is 1 if a result of ring_attn is wrong, a call of it fails, or with --compare if
+    a row is slower.
     """
     add = parser.add_argument
     lengths = ",".join(format_size(length) for length in KERNEL_SEQLENS)
@@ -248,8 +251,8 @@ def bench_kernel(parser: argparse.ArgumentParser) -> None:
         dest="head_dims",
         type=parse_head_dims,
         metavar="LIST",
-        help="head dim, or that of q and k / that of v, such as 128,192/128 (default: 128,64,256; "
-        "on a CPU 64)",
+        help="head dim, or head dim of q and k / head dim of v, such as 128,192/128 (default: "
+        "128,64,256; on a CPU 64)",
     )
     add(
         "--dtype",
@@ -273,9 +276,9 @@ def bench_decode(parser: argparse.ArgumentParser) -> None:
         ring-attn bench decode --mla --batch 1,32
         torchrun --nproc-per-node 8 -m ring_attn bench decode --seqlen 1M
 
-    Memory bandwidth limits decoding, so the rate is the GB/s with which a rank reads its part of K
-    and V, next to the rate of a copy. A sequence's cache is split evenly over the ranks; other
-    packages run on one rank alone.
+    Memory bandwidth limits decoding. So the table shows the GB/s with which a rank reads its part
+    of K and V, next to the GB/s of a copy. The cache of a sequence is split evenly over the ranks.
+    Other packages run only on one rank.
 
         ours     tree_decode
         torch    scaled_dot_product_attention, without pages
@@ -365,11 +368,11 @@ def bench_comm(parser: argparse.ArgumentParser) -> None:
         ring-attn bench comm --world-size 4 --size 64k,1M,16M
         torchrun --nnodes 2 --nproc-per-node 8 ... -m ring_attn bench comm --op hop
 
-    A size is what a rank sends in a hop, or the whole buffer of a collective. "GB/s" is size /
-    time; "bus GB/s" is the rate of a link, by the factors of nccl-tests: (n - 1) / n of an
-    all_gather, a reduce_scatter and an all_to_all, twice that of an all_reduce. Each message is
-    timed alone and beside compute, which is a matrix product on the same device; "slower" is by how
-    much longer the product takes.
+    A size is the number of bytes that a rank sends in a hop, or the size of the whole buffer of a
+    collective. "GB/s" is size / time. "bus GB/s" is the rate of a link, with the factors of
+    nccl-tests: GB/s x (n - 1) / n for all_gather, reduce_scatter and all_to_all, and twice as much
+    for all_reduce. Each message is timed twice: without other work, and during a matrix product on
+    the same device. "slower" says by how much longer the product takes with the message.
     """
     add = parser.add_argument
     sizes = f"{format_size(COMM_SIZES[0])} to {format_size(COMM_SIZES[-1])}"
@@ -415,7 +418,7 @@ def add_masks(parser: argparse.ArgumentParser, default: str) -> None:
         dest="masks",
         type=parse_masks,
         metavar="LIST",
-        help=f"some of {FORMS}; a file has lengths of causal documents, which are repeated until "
+        help=f"some of {FORMS}; FILE lists lengths of causal documents, which are repeated until "
         f"the sequence is full (default: {default})",
     )
 
@@ -427,7 +430,7 @@ def add_modes(parser: argparse.ArgumentParser) -> None:
         type=names_of(MODES, may_be_empty=False),
         metavar="LIST",
         default=",".join(MODES),
-        help=f"some of {', '.join(MODES)}; fwd alone runs no backward (default: all)",
+        help=f"some of {', '.join(MODES)}; with only fwd, no backward runs (default: all)",
     )
 
 
@@ -441,7 +444,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add the options of what a benchmark writes, and with what it is compared."""
+    """Add the options for the files that a benchmark writes or compares with."""
     add = parser.add_argument
     add(
         "--csv",
@@ -460,7 +463,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "--threshold",
         metavar="PERCENT",
         type=parse_percent,
-        help="the exit status is 1 if a median is longer by more than this, and the spreads do not "
-        "overlap (default: 10)",
+        help="the exit status is 1 if a median is longer by more than this percentage, and the "
+        "ranges from 20 %% to 80 %% of the repetitions do not overlap (default: 10)",
     )
     add_common(parser)

@@ -44,8 +44,8 @@ def doctor(parser: argparse.ArgumentParser) -> None:
         torchrun --nproc-per-node 8 -m ring_attn doctor    names ranks that differ
 
     It runs a ring of two ranks and compares it with attention in float64, shows which backend
-    runs each kind of call and why, and checks files and settings of NCCL. Under torchrun, the ring
-    has torchrun's ranks. With --quick it runs no ring. The exit status is 1 if something is wrong.
+    runs each kind of call and why, and checks files and settings of NCCL. Under torchrun, all ranks
+    form one ring. With --quick, it runs no ring. The exit status is 1 if something is wrong.
     """
     add_common(parser)
 
@@ -63,18 +63,20 @@ def env(parser: argparse.ArgumentParser) -> None:
 def verify(parser: argparse.ArgumentParser) -> None:
     """`ring-attn verify`: compare ring attention on this machine with dense attention in float64.
 
-    A case is one call: strategy, backend, layout, mask, dtype, heads, length, softcap and sinks.
-    Each rank computes its shard. Rank 0 checks out, lse and every gradient against the bound of
-    `ring_attn.testing`, which follows from plain PyTorch's error in the same dtype. The output
-    shows error / bound; a case fails if this is above 1. All buffers start as NaN.
+    A case is one call, with its strategy, backend, layout, mask, dtype, heads, length, softcap and
+    sinks. Each rank computes its shard. Rank 0 compares `out`, `lse` and every gradient with the
+    bound of `ring_attn.testing`, which follows from the error of plain PyTorch in the same dtype.
+    The output shows error / bound; a case fails if this ratio is above 1. All buffers are filled
+    with NaN before the call.
 
         ring-attn verify                          a sample of the table, in a minute
         ring-attn verify --all --world-size 3 --strategy ring hybrid
         torchrun --nproc-per-node 4 -m ring_attn verify
 
     A sample has every strategy with every layout, mask, backend and dtype; `--seed` draws another
-    sample. The exit status is 1 if a case failed or none passed. Cases that a strategy or a backend
-    refuses at this number of ranks are left out, except for a few: all ranks must refuse them.
+    sample. The exit status is 1 if a case failed or none passed. Some cases are not possible with
+    this number of ranks, because the strategy or the backend does not support them. The command
+    skips these cases, except for a few, for which it checks that all ranks raise an error.
     """
     add = parser.add_argument
     add(
@@ -156,12 +158,12 @@ def audit(parser: argparse.ArgumentParser) -> None:
         help="time limit of a run in seconds (default: 120)",
     )
     tiny = "shrink models of transformers to 2 layers, few heads and random weights"
-    add("--tiny", action="store_true", help=f"{tiny} (default: as the step makes them)")
+    add("--tiny", action="store_true", help=f"{tiny} (default: leave the models as they are)")
     add_common(parser)
 
 
 def plan(parser: argparse.ArgumentParser) -> None:
-    """`ring-attn plan`: predict how ranks would best share a call on a cluster; nothing runs.
+    """`ring-attn plan`: predict the best strategy for a call on a cluster, without running it.
 
     The table has every strategy's times, bytes, exposed communication and memory. Times come from a
     simulation of the cluster, which is built in or was measured by `ring-attn calibrate`. The
@@ -169,8 +171,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
 
         ring-attn plan --seqlen 1M --world-size 64 --kv-heads 8 --cluster h200
 
-    With --model it plans a whole training step: the memory of a rank, the time of a step, and what
-    to write into a trainer. The exit status is 1 if the model does not fit.
+    With --model, the command plans a whole training step: the memory of a rank, the time of a step,
+    and the settings for trainers. The exit status is 1 if the model does not fit.
 
         ring-attn plan --model llama-3-8b --seqlen 1M --world-size 64
         ring-attn plan --model config.json --world-size 8 --fits    how long?
@@ -180,7 +182,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_candidates(parser)
     _add_cluster(parser)
-    add_plot(parser, "the times of strategies, and the best one's timeline and memory,")
+    add_plot(parser, "the times of strategies, and the timeline and memory of the best one,")
     add_common(parser)
 
 
@@ -191,12 +193,12 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
     add(
         "--seqlen",
         type=parse_size,
-        help="global length, such as 1M (no default: needed, except with --fits or --target)",
+        help="length of the whole sequence, such as 1M (required, except with --fits or --target)",
     )
     add(
         "--world-size",
         type=parse_ranks,
-        help="number of ranks (no default: needed, except with --target)",
+        help="number of ranks (required, except with --target)",
     )
     add("--batch", type=count_of("sequences"), default=1, help="sequences at a time (default: 1)")
     add(
@@ -253,7 +255,8 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         default=0,
         metavar="N",
-        help="positions that every rank holds, such as text: the first of --seqlen (default: 0)",
+        help="number of positions that every rank holds, such as text; they are the first of "
+        "--seqlen (default: 0)",
     )
     add_switch(parser, "--backward", "plan the backward too")
 
@@ -282,32 +285,33 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME|FILE",
         help="plan the training of a model: a config.json of Hugging Face, a folder with one, or a "
-        "name such as llama-3-8b; a wrong name lists all (default: plan one call of attention)",
+        "name such as llama-3-8b; an unknown name lists all names (default: plan one call of "
+        "attention)",
     )
     add("--fits", action="store_true", help="find the longest sequence that fits")
     add(
         "--target",
         type=parse_size,
         metavar="SEQLEN",
-        help="find the fewest ranks for this length, such as 1M (default: --world-size is given)",
+        help="find the fewest ranks for this length, such as 1M (default: use --world-size)",
     )
     _add_degrees(parser)
     add(
         "--recompute",
         choices=("none", "attention", "full"),
-        help="what the backward computes again: nothing; all but attention; all (default: the "
-        "fastest that fits)",
+        help="what the backward computes again: nothing, all except attention, or all (default: "
+        "the fastest choice that fits)",
     )
     add(
         "--loss",
         choices=("logits", "fused"),
-        help="all logits at once, or projection and loss by chunks, as Liger's (default: the "
-        "fastest that fits)",
+        help="logits: compute all logits at once; fused: compute projection and loss in chunks, as "
+        "Liger does (default: the fastest choice that fits)",
     )
     add(
         "--optimizer",
         choices=("adamw", "adamw-8bit", "sgd", "momentum", "none"),
-        help="optimizer, whose states a rank holds (default: adamw)",
+        help="optimizer; its states need memory (default: adamw)",
     )
     add(
         "--weights",
@@ -320,12 +324,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that say how ranks share a model."""
     for name, text in (
-        ("cp", "ranks that share each sequence (default: all that --tp and --pp leave)"),
-        ("tp", "ranks that share each layer, tensor parallelism (default: 1)"),
+        ("cp", "ranks that share each sequence (default: all ranks / (tp x pp))"),
+        ("tp", "ranks that share each layer (tensor parallelism; default: 1)"),
         ("pp", "stages of a pipeline (default: 1)"),
         ("ep", "ranks that share the experts (default: 1)"),
-        ("fsdp", "ranks that share weights and optimizer (default: all that --tp and --pp leave)"),
-        ("microbatches", "batches of a step (default: as many as stages)"),
+        ("fsdp", "ranks that share weights and optimizer (default: all ranks / (tp x pp))"),
+        ("microbatches", "batches of a step (default: the number of stages)"),
     ):
         parser.add_argument(f"--{name}", type=count_of("ranks"), metavar="N", help=text)
 
@@ -356,16 +360,20 @@ def _add_candidates(parser: argparse.ArgumentParser) -> None:
     add_switch(
         parser,
         "--same-bits",
-        "consider only strategies with the same bits at every world size",
+        "consider only strategies whose results are bitwise identical at every world size",
         default=None,
     )
     add(
         "--check",
         action="store_true",
-        help="check the programs of all ranks of the best strategy against each other, and draw "
+        help="compare the programs of all ranks of the best strategy with each other, and draw "
         "the program of rank 0",
     )
-    add("--verbose", action="store_true", help="also list candidates that were left out, and why")
+    add(
+        "--verbose",
+        action="store_true",
+        help="also list the candidates that were not simulated, with the reasons",
+    )
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -381,7 +389,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     add(
         "--exact",
         action="store_true",
-        help="simulate every rank, up to 256; otherwise a few of many equal ranks stand for all",
+        help="simulate every rank, up to 256 ranks (default: simulate only a few of the ranks that "
+        "do the same work)",
     )
     add(
         "--memory",

@@ -191,8 +191,8 @@ def flash_attn_varlen_func(
         with reporting(group):
             raise NotImplementedError(
                 f"block_table must be None, got {type(block_table).__name__}: attention of a "
-                "prompt to a paged cache is not built; ring_attn.tree_decode computes attention of "
-                "the newest tokens to a paged cache that is sharded over the ranks"
+                "prompt to a paged cache is not supported; ring_attn.tree_decode computes "
+                "attention of the newest tokens to a paged cache that is sharded over the ranks"
             )
     documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _call("", (q, k, v), documents, options, group=group, layout=layout, **execution)
@@ -201,8 +201,8 @@ def flash_attn_varlen_func(
 def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
     """Raise NotImplementedError: flash-attn's function updates the cache of one process."""
     raise NotImplementedError(
-        "flash_attn_with_kvcache is not built, because it updates the cache of one process: append "
-        "to this rank's rows of the cache, and call ring_attn.tree_decode, which takes "
+        "flash_attn_with_kvcache is not supported, because it updates the cache of one process: "
+        "append to this rank's rows of the cache, and call ring_attn.tree_decode, which takes "
         "cache_seqlens and block_table"
     )
 

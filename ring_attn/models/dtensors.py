@@ -79,8 +79,8 @@ class SplitRows:
         """Return the layout of a DTensor with `length` rows, see `layout_of_lengths`."""
         if isinstance(layout, JointLayout):
             raise NotImplementedError(
-                "a JointLayout, whose first rows every rank holds, is not built for DTensors: use "
-                "inside='local' with plain shards"
+                "a JointLayout, whose first rows every rank holds, is not supported for DTensors: "
+                "use inside='local' with plain shards"
             )
         possible = chunks(length, self.mesh.shape)
         if layout == "contiguous":

@@ -475,7 +475,7 @@ def _given(options: Mapping[str, object]) -> dict[str, Value]:
     refused = sorted(NOT_SPLIT & given.keys())
     if refused:
         raise NotImplementedError(
-            f"{', '.join(refused)} of a recurrence are not built for sharded sequences"
+            f"{', '.join(refused)} of a recurrence are not supported for sharded sequences"
         )
     return given
 

@@ -114,8 +114,8 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
     if problem.replicated:
         if layout == "balanced":
             raise NotImplementedError(
-                "layout='balanced' is not built for replicated rows: pass 'auto', another name or "
-                "a JointLayout"
+                "layout='balanced' is not supported for replicated rows: pass 'auto', another name "
+                "or a JointLayout"
             )
         names = [name for name in names if name != "balanced"]
     return {name: _named(name, problem) for name in names}

@@ -186,5 +186,5 @@ def test_transforms_are_refused() -> None:
     ]
     for call in calls:
         level = forward_ad.dual_level() if call in calls[-2:] else nullcontext()
-        with no_communication(), level, refused(NotImplementedError, "not built"):
+        with no_communication(), level, refused(NotImplementedError, "not supported"):
             call()

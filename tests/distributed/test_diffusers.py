@@ -136,7 +136,7 @@ def test_what_is_not_built_is_refused() -> None:
         parallelize(make("WanTransformer3DModel"), group, layout="balanced")
     model: Any = make("HunyuanVideoTransformer3DModel")
     model.register_to_config(image_condition_type="token_replace")
-    with refused(NotImplementedError, "image_condition_type='token_replace' is not built"):
+    with refused(NotImplementedError, "image_condition_type='token_replace' is not supported"):
         parallelize(model, group)
     model = make("WanTransformer3DModel")
     handle = parallelize(model, group)

@@ -58,7 +58,7 @@ pytestmark = pytest.mark.gloo
 HEADS = {
     "refused": r"global rank \d refused the call; call: ",
     "backwards swapped": "ranks run their backwards in different orders; call: ",
-    "backward left out": r"global ranks? .* left out a backward, or made one call more",
+    "backward left out": r"global ranks? .* skipped a backward, or made one call more",
 }
 
 
@@ -235,7 +235,7 @@ def test_a_rank_that_skips_a_step(steps: tuple[int, ...]) -> None:
         set_step(None)
     assert got.error is RuntimeError, got
     # A rank compares its call with that of one other rank.
-    assert says(got.text, "step: global rank|has 2|has 1|left out or repeated a step"), got
+    assert says(got.text, "step: global rank|has 2|has 1|skipped or repeated a step"), got
 
 
 # -- debug mode
@@ -347,5 +347,5 @@ def test_a_backward_left_out_is_named() -> None:
     dist.barrier()
     if got is not None:
         assert got.error is RuntimeError, got
-        words = "global rank 1 did not run backward|left this backward out|0 * out.sum()|Noticed in"
+        words = "global rank 1 did not run backward|skipped this backward|0 * out.sum()|Noticed in"
         assert says(got.text, words), got

@@ -155,7 +155,8 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         call([CAUSAL, [torch.ones(2)]])
     with refused(ValueError, "mask replaces causal"):
         call([CAUSAL, WINDOW], causal=True)
-    with refused(NotImplementedError, "sinks is not built together with masks that differ by head"):
+    words = "sinks is not supported together with masks that differ by head"
+    with refused(NotImplementedError, words):
         call([[CAUSAL, WINDOW]], sinks=torch.zeros(4))
     with refused(ValueError, "must have 17 rows|masks of the whole sequence"):
         call([masks.causal(34), masks.window(34, 2)], layout="contiguous")

@@ -316,7 +316,7 @@ def called_and_checked(run: Callable[[], object], group: Group) -> None:
 # What errors say of ranks whose calls differ, on gloo.
 IN_DIFFERENT_CALLS = (
     "disagree on the call|are in different calls|refused the call|backwards in different orders|"
-    "left out a backward"
+    "skipped a backward"
 )
 
 

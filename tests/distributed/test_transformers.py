@@ -381,7 +381,7 @@ def run_wrong(case: str) -> None:
 
 REFUSALS = {
     "cut types": (ValueError, "must have the shape of the whole sequence, (2, 83), got (2, 4"),
-    "cached types": (NotImplementedError, "images are not built together with a sharded cache"),
+    "cached types": (NotImplementedError, "images are not supported together with a sharded cache"),
     "padded documents": (ValueError, "cu_seq_lens_q, which marks the ends of documents"),
     "other documents": (ValueError, "cu_seq_lens_q and cu_seq_lens_k must be equal"),
     "positions": (ValueError, "position_ids must be passed to LlamaForCausalLM"),
@@ -390,7 +390,7 @@ REFUSALS = {
     "plain cache": (NotImplementedError, "pass past_key_values=ring.cache(model)"),
     "cache and layout": (ValueError, "sequence_layout must be left out"),
     "padded prompts": (NotImplementedError, "the prompts of a batch must have one length"),
-    "assisted": (NotImplementedError, "cannot be cropped: assisted generation is not built"),
+    "assisted": (NotImplementedError, "cannot be cropped: assisted generation is not supported"),
     "failed before": (RuntimeError, "a forward with this cache has failed"),
     **{name: (NotImplementedError, f"{name} with a KV cache") for name in NOT_WITH_CACHE},
     "token types": (NotImplementedError, "token_type_ids of shape (2, 37) seems to have"),

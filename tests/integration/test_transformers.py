@@ -182,7 +182,7 @@ def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rul
         (
             "create_causal_mask",
             {"attention_mask": PADDING, "block_sequence_ids": BLOCKS},
-            "attention_mask is not built together with token_type_ids",
+            "attention_mask is not supported together with token_type_ids",
         ),
         ("create_causal_mask", {"or_mask_function": first_four}, "or_masks, tests.*first_four"),
         ("create_causal_mask", {"and_mask_function": first_four}, "first_four"),
@@ -234,7 +234,7 @@ LONGROPE = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
         ({}, {"dropout": 0.1}, "attention dropout must be 0"),
         ({}, {"position_bias": torch.zeros(1)}, "position_bias reached"),
         ({}, {"head_mask": torch.zeros(1)}, "heads cannot be masked"),
-        ({}, {"cache": object()}, "a paged cache is not built"),
+        ({}, {"cache": object()}, "a paged cache is not supported"),
         ({}, {"tilt": 0.5}, "tilt reached the attention: it is unknown"),
     ],
 )

@@ -272,7 +272,7 @@ def test_the_first_position_or_slice_that_differs() -> None:
 @pytest.mark.parametrize(
     ("calls", "head", "remedy"),
     [
-        (("forward 4", "backward 3"), "global rank 0 left out a backward", "0 \\* out.sum"),
+        (("forward 4", "backward 3"), "global rank 0 skipped a backward", "0 \\* out.sum"),
         (("backward 2", "backward 3"), "ranks run their backwards in different", "same order"),
         (("refused by ValueError: x", "forward 3"), "global rank 0 refused", "Correct"),
         (("prepare 1", "forward 1"), "ranks are in different calls", "same calls in the same"),
@@ -294,4 +294,4 @@ def test_remedies_follow_from_what_differs() -> None:
     assert text("layout").endswith("Pass the same layout on every rank")
     assert text("causal", "nheads").endswith("Pass the same causal on every rank")
     assert "torch.no_grad" in text("requires_grad") and "SequenceLayout" in text("seqlen_q")
-    assert "left out or repeated a step" in text("step")
+    assert "skipped or repeated a step" in text("step")

@@ -175,7 +175,8 @@ def _key_masks(attn_mask: Tensor, layout: AnyLayout, rank: int, seqlen_q: int) -
         raise NotImplementedError(
             "attn_mask must hide keys, a bool tensor of shape (batch, 1, 1, keys), got "
             f"{attn_mask.dtype} of shape {tuple(attn_mask.shape)}: masks that add to the scores or "
-            "differ by query or head are not built here; call ring_attn.ring_attention with mask="
+            "differ by query or head are not supported here; call ring_attn.ring_attention "
+            "with mask="
         )
     seen = attn_mask[:, 0, 0].cpu()
     if seen.size(1) == layout.shard_len(rank) != layout.seqlen:

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
         output: the module whose output is gathered; or a `ModuleDict` of such modules.
         hidden: the argument of the first block with the video. If the transformer has joined text
             and video before, the text is split with it, and `text` is "cross".
-        refused: options of the transformer's config with values that are not built.
+        refused: options of the transformer's config with values that are not supported.
     """
 
     blocks: tuple[str, ...]

@@ -91,7 +91,7 @@ def parallelize(
     for option, value in plan.refused:
         if getattr(getattr(transformer, "config", None), option, None) == value:
             raise NotImplementedError(
-                f"{name} with {option}={value!r} is not built: use another {option}"
+                f"{name} with {option}={value!r} is not supported: use another {option}"
             )
     for module in transformer.modules():
         if hasattr(module, _MARK):

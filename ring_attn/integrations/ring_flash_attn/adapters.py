@@ -72,8 +72,8 @@ class Substitution:
         """Refuse heads that pool rows, while attention is substituted."""
         if _is_on:
             raise NotImplementedError(
-                "heads that pool rows are not built together with substitute_hf_flash_attn: call "
-                "the model without its head, or ring_attn.integrations.transformers.register"
+                "heads that pool rows are not supported together with substitute_hf_flash_attn: "
+                "call the model without its head, or ring_attn.integrations.transformers.register"
             )
 
     def undo(self) -> None:

@@ -99,8 +99,8 @@ def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) ->
     if not isinstance(mask, Tensor) or mask.shape != shape:
         raise NotImplementedError(
             f"attention_mask must be {tuple(shape)}, like the tokens, got "
-            f"{tuple(getattr(mask, 'shape', ()))}: other masks are not built; mark documents with "
-            "cu_seq_lens_q, or with position_ids that restart"
+            f"{tuple(getattr(mask, 'shape', ()))}: other masks are not supported; mark documents "
+            "with cu_seq_lens_q, or with position_ids that restart"
         )
     real = real_tokens(mask)
     if real is None:

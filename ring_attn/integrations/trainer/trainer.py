@@ -488,7 +488,7 @@ def check_trainer(trainer: HFTrainer) -> None:
     if loss != "ForCausalLMLoss" or not trainer.model_accepts_loss_kwargs:
         raise NotImplementedError(
             f"the loss of {type(trainer.model).__name__} must be ForCausalLMLoss, which divides by "
-            f"num_items_in_batch, got {loss}: other losses are not built for sharded sequences"
+            f"num_items_in_batch, got {loss}: other losses are not supported for sharded sequences"
         )
     wrong = {name: why for name, why in REFUSED.items() if attrgetter(name)(trainer)}
     if args.include_num_input_tokens_seen not in (False, "no"):

@@ -155,7 +155,7 @@ def _check_forward(kwargs: Arguments) -> None:
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
         raise NotImplementedError(
-            "attention_mask hides tokens: padding is not built, so the prompts of a batch must "
+            "attention_mask hides tokens: padding is not supported, so the prompts of a batch must "
             "have one length; generate from each length by itself"
         )
 

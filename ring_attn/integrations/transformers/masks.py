@@ -105,8 +105,9 @@ def read_mask(
     if unknown or (use_vmap and union is None):
         raise NotImplementedError(
             f"the mask of the model is made of {', '.join(unknown) or 'custom functions'}, which "
-            "are not built: attention over a sharded sequence has causal masks, sliding windows, "
-            "chunks, documents (cu_seq_lens_q), images (token_type_ids) and padding at the end"
+            "are not supported: attention over a sharded sequence has causal masks, sliding "
+            "windows, chunks, documents (cu_seq_lens_q), images (token_type_ids) and padding at "
+            "the end"
         )
     tokens = _token_ranges(attention_mask)
     blocks = None if union is None else union.blocks
@@ -118,7 +119,7 @@ def read_mask(
         # A model pads block ids to the length of this mask, which hides whether they covered the
         # whole sequence.
         raise NotImplementedError(
-            "attention_mask is not built together with token_type_ids that mark images: leave "
+            "attention_mask is not supported together with token_type_ids that mark images: leave "
             f"attention_mask out, and set labels of padding at the end to {IGNORED}, because no "
             "token before the padding sees it"
         )

@@ -202,8 +202,8 @@ def check_config(module: nn.Module) -> None:
     if others:
         raise NotImplementedError(
             f"the model has layers of type {', '.join(others)}, which need rows of other ranks in "
-            f"a way that is not built: only {' and '.join(sorted(KNOWN_TYPES))} work on a sharded "
-            "sequence"
+            f"a way that is not supported: only {' and '.join(sorted(KNOWN_TYPES))} work on a "
+            "sharded sequence"
         )
     if getattr(config, "patch_size", None):
         raise NotImplementedError(
@@ -244,14 +244,14 @@ def refuse_by_code(model: Model) -> None:
         )
     if config.is_encoder_decoder:
         raise NotImplementedError(
-            f"{name} is an encoder and a decoder: cross-attention is not built for models; use a "
-            "model that is only an encoder or only a decoder"
+            f"{name} is an encoder and a decoder: cross-attention is not supported for models; use "
+            "a model that is only an encoder or only a decoder"
         )
     text_config = config.get_text_config()
     if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
         raise NotImplementedError(
             f"{name} has use_bidirectional_attention={text_config.use_bidirectional_attention!r}, "
-            "which is not built: its masks are not those of causal models"
+            "which is not supported: its masks are not those of causal models"
         )
     for option, why in OTHER_ROWS.items():
         if getattr(config, option, None):
@@ -342,8 +342,8 @@ def _where(
         return None
     if running.given.keys() & CACHES or "cu_seq_lens_q" in running.given:
         raise NotImplementedError(
-            f"{running.model} pools rows, which is not built together with a cache or with packed "
-            "documents: pass one sequence a row, without a cache"
+            f"{running.model} pools rows, which is not supported together with a cache or with "
+            "packed documents: pass one sequence a row, without a cache"
         )
     layout = ring.layout_of(running.given, rows)
     if layout is None:
@@ -463,8 +463,8 @@ def after_forward(model: Model, args: tuple[object, ...], output: object) -> obj
                 f"{running.model} has {attending} layers with attention and called "
                 f"attn_implementation {name!r} {running.calls} times; of {recurrent} recurrent "
                 f"layers {running.recurrences} are known (see register_recurrence): other layers "
-                "need rows of other ranks in a way that is not built, or were skipped at random "
-                "(layerdrop); the output would be wrong"
+                "need rows of other ranks in a way that is not supported, or were skipped at "
+                "random (layerdrop); the output would be wrong"
             )
     if not running.pooled:
         return None

@@ -160,7 +160,7 @@ def _with_pooled_rows(how: str, where: Where) -> Callable[..., Value]:
         else:
             if given.get("attention_mask") is not None:
                 raise NotImplementedError(
-                    "the mean of rows together with attention_mask is not built for sharded "
+                    "the mean of rows together with attention_mask is not supported for sharded "
                     "sequences: call the model without a head, and ring_attn.pool"
                 )
             weights = x.new_full(x.shape[:2], 1 / layout.seqlen, dtype=torch.float32)

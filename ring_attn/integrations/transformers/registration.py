@@ -79,8 +79,8 @@ WHY_NOT = {
     "output_attentions": "no rank has all weights; use attn_implementation='eager'",
     "output_router_logits": "the auxiliary loss of experts would see only this rank's rows",
     "head_mask": "heads cannot be masked",
-    "position_bias": "a bias of the scores is not built",
-    "cache": "a paged cache is not built; `Registration.cache` makes a cache that is sharded",
+    "position_bias": "a bias of the scores is not supported",
+    "cache": "a paged cache is not supported; `Registration.cache` makes a cache that is sharded",
 }
 
 DECODE_OPTIONS = frozenset(DecodeOptions.__annotations__)
@@ -218,7 +218,7 @@ class Registration:
             raise NotImplementedError(
                 f"q and k must have equally many rows, got {q.size(1)} and {k.size(1)}: with a KV "
                 "cache pass past_key_values=ring.cache(model), where ring is what "
-                f"register({self.name!r}) returned; cross-attention is not built"
+                f"register({self.name!r}) returned; cross-attention is not supported"
             )
 
     @left_out_of_graphs(
@@ -247,7 +247,7 @@ class Registration:
             past = seqlen - step.num_new(rows)
             if batch_mask is not None and isinstance(placed, CacheStep):
                 raise NotImplementedError(
-                    "padding and images are not built together with a sharded cache: generate "
+                    "padding and images are not supported together with a sharded cache: generate "
                     "without attention_mask and token_type_ids"
                 )
             check_batch_mask(batch_mask, cuts, documents, (batch, seqlen))
@@ -475,7 +475,7 @@ def _check_arguments(
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
             f"attention_mask must be (batch, seqlen), got {type(attention_mask).__name__} of shape "
-            f"{shape}: custom masks are not built; mark documents with cu_seq_lens_q and "
+            f"{shape}: custom masks are not supported; mark documents with cu_seq_lens_q and "
             "cu_seq_lens_k"
         )
     if dropout:

@@ -137,7 +137,8 @@ class RingCache(Cache):
     def crop(self, *args: object) -> None:
         """Raise NotImplementedError, as several ranks would have to drop rows."""
         raise NotImplementedError(
-            "a cache that is split over ranks cannot be cropped: assisted generation is not built"
+            "a cache that is split over ranks cannot be cropped: assisted generation is not "
+            "supported"
         )
 
     def reset(self) -> None:

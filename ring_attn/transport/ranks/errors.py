@@ -19,15 +19,15 @@ REFUSED = "refused"
 LOST = "the process group is lost: restart from a checkpoint, or make a new group on all ranks"
 
 LEFT_OUT = (
-    "Run the backward of each forward on every rank: a loss that does not depend on the output has "
-    "none, so add 0 * out.sum() to it"
+    "Run the backward of each forward on every rank: if a loss does not depend on the output, "
+    "there is no backward, so add 0 * out.sum() to the loss"
 )
 
 # What to do if a value of a call differs; for other values, see `_remedy`.
 REMEDIES = {
     "step": (
-        "A rank has left out or repeated a step: all ranks must run the same steps, so let no rank "
-        "go on after an error"
+        "A rank skipped or repeated a step: all ranks must run the same steps, so do not let a "
+        "rank continue after an error"
     ),
     "requires_grad": (
         "Run all ranks with gradients or all without them (torch.no_grad, frozen inputs)"
@@ -126,7 +126,7 @@ def _other_call(calls: Mapping[int, str]) -> tuple[str, str]:
     if refused:
         return (
             f"{_named(refused)} refused the call",
-            "Correct the arguments there; if a rank leaves out a call, all ranks must",
+            "Correct the arguments there; if a rank skips a call, all ranks must skip it",
         )
     backward = [rank for rank, call in calls.items() if call.startswith("backward")]
     if len(backward) == len(calls):
@@ -137,7 +137,7 @@ def _other_call(calls: Mapping[int, str]) -> tuple[str, str]:
     if backward:
         others = [rank for rank in calls if rank not in backward]
         return (
-            f"{_named(others)} left out a backward, or made one call more than {_named(backward)}",
+            f"{_named(others)} skipped a backward, or made one call more than {_named(backward)}",
             LEFT_OUT,
         )
     return (

@@ -184,7 +184,7 @@ class FailureReport:
         call = self._calls.current
         if call is not None and call.kind == "backward":
             return (
-                f"{rank_name(last)} did not run {call}: it crashed, hung or left this backward out "
+                f"{rank_name(last)} did not run {call}: it crashed, hung or skipped this backward "
                 f"(it is not waiting for any rank). {LEFT_OUT}"
             )
         return (

@@ -110,8 +110,8 @@ class RankGroup:
         if self.connection.has_met:
             return f"{error}. All ranks of the group must make this call"
         return (
-            f"{error}: they are still loading, hung, crashed, or never call. All ranks of the "
-            "group must make their first call of ring_attention together; call "
+            f"{error}: they are still loading, hung or crashed, or they never call ring_attn. "
+            "All ranks of the group must make their first call of ring_attention together; call "
             "ring_attn.prepare(group) after the model is loaded, or raise the timeout"
         )
 
