@@ -416,39 +416,12 @@ class _Simulator:
         """Begin a collective: it starts when the last rank is ready, and ends on all at once."""
         route = posts[0][1].route
         assert isinstance(route, ops.Collective)
-        size, num_nodes = len(group.members), float(group.num_nodes)
-        here = size / num_nodes  # ranks of the group in one node
         nbytes = float(max(post.nbytes for _, post, _ in posts))
-        measured = self.cluster.collectives.get(route.op)
-        # NCCL's rings and trees, and an all-to-all with many peers, use all channels.
-        share = self.cluster.slowdown
-        if measured is not None:
-            seconds = measured.latency + nbytes / measured.bandwidth
-        else:
-            # A rank sends equal parts to all others.
-            across = nbytes * (size - here) / max(size - 1, 1)
-            within = nbytes - across if route.op == "all_to_all" else nbytes
-            inside, between = self.cluster.inside, self.cluster.between
-            if route.op == "all_to_all" and here > 1:
-                between = self.off_rail  # most peers of other nodes have other places there
-            num_channels = channels_within = channels_across = group.communicator.num_channels
-            if route.op == "all_to_all":
-                # Each message has channels of its own, as long as there are any.
-                each = group.channels(int(nbytes / max(size - 1, 1)))
-                channels_within = min(num_channels, round(each * max(here - 1, 1)))
-                channels_across = min(num_channels, round(each * max(size - here, 1)))
-                in_use = min(num_channels, round(each * max(size - 1, 1)))
-                share = self._slowdown(group, in_use)
-            bandwidth_within = self._bandwidth(inside, channels_within)
-            bandwidth_across = self._bandwidth(between, channels_across)
-            seconds = max(
-                _seconds(inside.latency, bandwidth_within, within, here, route.op),
-                _seconds(between.latency, bandwidth_across, across, num_nodes, route.op),
-            )
+        seconds, share = self._seconds_of_collective(group, route.op, nbytes)
         ports: list[Port] = []
-        if here > 1:
+        if len(group.members) > group.num_nodes:
             ports += [(False, rank.rank) for rank, _, _ in posts]
-        if num_nodes > 1:
+        if group.num_nodes > 1:
             ports += [(True, rank.rank) for rank, _, _ in posts]
         last_ready = max(when for _, _, when in posts)
         ports_free = max((max(self.free_out[x], self.free_in[x]) for x in ports), default=0.0)
@@ -457,6 +430,47 @@ class _Simulator:
             self.free_out[port] = self.free_in[port] = begin + seconds
         for rank, _, _ in posts:
             yield Pending(rank.host, begin, begin + seconds, share)
+
+    def _seconds_of_collective(
+        self, group: _Group, op: str, nbytes: float
+    ) -> tuple[float, float]:
+        """Return the time of a collective, and the share of its speed that compute loses to it.
+
+        `nbytes` are those that a rank receives.
+        """
+        measured = self.cluster.collectives.get(op)
+        if measured is not None:
+            # NCCL's rings and trees, and an all-to-all with many peers, use all channels.
+            return measured.latency + nbytes / measured.bandwidth, self.cluster.slowdown
+        size, num_nodes = len(group.members), float(group.num_nodes)
+        here = size / num_nodes  # ranks of the group in one node
+        inside, between = self.cluster.inside, self.cluster.between
+        num_channels = group.communicator.num_channels
+        if op == "all_to_all":
+            # A rank sends equal parts to all others.
+            across = nbytes * (size - here) / max(size - 1, 1)
+            within = nbytes - across
+            if here > 1:
+                between = self.off_rail  # most peers of other nodes have other places there
+            # Each message has channels of its own, as long as there are any.
+            each = group.channels(int(nbytes / max(size - 1, 1)))
+            channels_within = min(num_channels, round(each * max(here - 1, 1)))
+            channels_across = min(num_channels, round(each * max(size - here, 1)))
+            share = self._slowdown(group, min(num_channels, round(each * max(size - 1, 1))))
+        else:
+            # A ring of NCCL passes all bytes through each rank, but enters and leaves a node only
+            # once. Its channels are rings that cross between the nodes at different ranks, so that
+            # each network adapter carries its share of the bytes and of the channels.
+            within, channels_within = nbytes, num_channels
+            across, channels_across = nbytes / here, max(1, round(num_channels / here))
+            share = self.cluster.slowdown
+        bandwidth_within = self._bandwidth(inside, channels_within)
+        bandwidth_across = self._bandwidth(between, channels_across)
+        seconds = max(
+            _seconds(inside.latency, bandwidth_within, within, here, op),
+            _seconds(between.latency, bandwidth_across, across, num_nodes, op),
+        )
+        return seconds, share
 
 
 def _seconds(latency: float, bandwidth: float, nbytes: float, ranks: float, op: str) -> float:
