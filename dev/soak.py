@@ -12,7 +12,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -124,14 +124,21 @@ def judged(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     """Return (growth, largest growth) of a rank's memory, descriptors, threads and time."""
     half = samples[len(samples) // 2 :]  # after the warm-up
     quarter = len(samples) // 4
+    third, fourth = half[:quarter], half[quarter:]
     slope, _ = statistics.linear_regression([x.calls for x in half], [x.mib for x in half])
-    third = statistics.median(x.seconds for x in half[:quarter])
-    fourth = statistics.median(x.seconds for x in half[quarter:])
+    drift = statistics.median(x.seconds for x in fourth) / statistics.median(
+        x.seconds for x in third
+    )
+
+    def growth(held: Callable[[Sample], int]) -> int:
+        """Return the growth of the least number: a thread of one call may run at a sample."""
+        return min(map(held, fourth)) - min(map(held, third))
+
     return {
         "MiB in 1,000 calls": (1000 * slope, MAX_GROWTH),
-        "descriptors": (half[-1].descriptors - half[0].descriptors, 0),
-        "threads": (half[-1].threads - half[0].threads, 0),
-        "of the third quarter's time in the last": (fourth / third, MAX_DRIFT),
+        "descriptors": (growth(lambda x: x.descriptors), 0),
+        "threads": (growth(lambda x: x.threads), 0),
+        "of the third quarter's time in the last": (drift, MAX_DRIFT),
     }
 
 

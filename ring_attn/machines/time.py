@@ -431,9 +431,7 @@ class _Simulator:
         for rank, _, _ in posts:
             yield Pending(rank.host, begin, begin + seconds, share)
 
-    def _seconds_of_collective(
-        self, group: _Group, op: str, nbytes: float
-    ) -> tuple[float, float]:
+    def _seconds_of_collective(self, group: _Group, op: str, nbytes: float) -> tuple[float, float]:
         """Return the time of a collective, and the share of its speed that compute loses to it.
 
         `nbytes` are those that a rank receives.

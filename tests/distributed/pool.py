@@ -69,8 +69,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 # Seconds after which ranks hang: no right call on a busy machine takes as long. A rank that waits
 # for another rank gives up somewhat earlier.
-TIMEOUT = 120.0
-GROUP_TIMEOUT = 100.0
+TIMEOUT = 600.0
+GROUP_TIMEOUT = 500.0
 # The limit of a call whose failure must be reported before its limit: a rank that waits for the
 # limit hangs.
 FAR = 1000.0

@@ -24,7 +24,7 @@ from tests.bounds import assert_computes
 def main(when: str, victims: str, folder: str) -> None:
     # torch's own connections may use addresses of the first start, which the store still has.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=200))
     del os.environ["TORCH_GLOO_LAZY_INIT"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     started = Path(folder, f"started.{rank}")

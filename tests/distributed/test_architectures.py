@@ -99,7 +99,7 @@ def test_the_table_of_models(ranks: Pools) -> None:
     """Has no model that is wrong; `tests/hf_architectures.py` says how it is written again."""
     pool = ranks(2)
     # One model at a time: the limit on an answer is then the same however many models there are.
-    outcomes = {each: pool.run(outcome, each, timeout=300)[0] for each in BY_NAME.values()}
+    outcomes = {each: pool.run(outcome, each, timeout=1000)[0] for each in BY_NAME.values()}
     text = "\n".join(table(outcomes))
     assert "WRONG" not in text and "fails" not in text
     assert text == (Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -30,7 +30,6 @@ from tests.distributed.pool import Ended
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("every", [17, 1])
 def test_no_fault_is_wrong_late_or_unnamed(every: int) -> None:
     chosen = cells()[::every]

@@ -45,7 +45,7 @@ def torchrun(folder: Path, ranks_by_node: tuple[int, ...], when: str, victims: s
         for count in ranks_by_node
     ]
     try:
-        said = [node.communicate(timeout=250)[0] for node in nodes]
+        said = [node.communicate(timeout=1000)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -33,6 +33,6 @@ def under_torchrun(fresh_ranks: Any) -> Callable[..., list[str]]:
 
     def run(world_size: int, fn: Callable[..., object], *args: Any) -> list[str]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return fresh_ranks(world_size).run(printed_by, store.port, fn, args, timeout=200.0)
+        return fresh_ranks(world_size).run(printed_by, store.port, fn, args, timeout=1000.0)
 
     return run

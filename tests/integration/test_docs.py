@@ -73,7 +73,7 @@ def run_rank(page: Page, port: int) -> None:
 
 def on_two_ranks(pools: Pools, page: Page) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pools(2).run(run_rank, page, store.port, timeout=240.0)
+    pools(2).run(run_rank, page, store.port, timeout=1000.0)
 
 
 @pytest.mark.parametrize("name", with_code(None))

@@ -28,7 +28,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     """The stdout of a command that must succeed, without PYTHONPATH, which names the checkout."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1000
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

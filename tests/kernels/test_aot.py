@@ -35,7 +35,7 @@ def run_compiling(*words: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1000,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -136,7 +136,7 @@ def test_a_planted_fault_is_refused_with_its_figures(
 
 
 @needs_c_compiler
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_kernels_that_do_not_compile_or_compute_nothing() -> None:
     facts = proofs.facts_of(repr(USE), "H100")
     proofs.remember(facts, ["out"])

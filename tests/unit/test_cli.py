@@ -108,7 +108,7 @@ finally:
 
 def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HELP, *words]
-    done = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, timeout=600, capture_output=True, text=True)
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
     return done
 
@@ -391,7 +391,7 @@ def test_run_ranks_calls_one_function_after_another_under_torchrun(tmp_path: Pat
         "print([run_ranks(dist.get_rank, 1) for _ in range(2)] == [[0]] * 2)\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    done = subprocess.run([*torchrun, script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*torchrun, script], capture_output=True, text=True, timeout=600)
     assert done.stdout == "True\n", done.stderr
 
 
@@ -439,7 +439,7 @@ def test_each_command_of_dev_has_its_help(command: str) -> None:
         [sys.executable, "-m", "dev", command, "--help"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=Path(__file__).parents[2],
     )
     assert ran.returncode == 0 and f"dev {command}" in ran.stdout, ran.stderr

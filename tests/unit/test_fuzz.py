@@ -82,7 +82,7 @@ def own_gradients_alone(plan: Any, around: torch.Tensor, transport: Any) -> torc
     sums = around.new_zeros(plan.own + sum(plan.received), around.size(1))
     for places, rows in plan.sums:
         sums[places] += around[rows]
-    neighbours.exchanged(sums[plan.own :], plan.received, list(map(len, plan.sent)), transport)
+    neighbours.exchange_rows(sums[plan.own :], plan.received, [*map(len, plan.sent)], transport)
     return sums[: plan.own].clone()
 
 
@@ -126,6 +126,7 @@ def test_a_planted_fault_is_found_and_repeated(name: str) -> None:
     everywhere(plant, name)
     failure = fuzz.fuzz(kind, 0, 500, Counter())
     assert failure is not None
+    assert not re.search("AttributeError|NameError|TypeError", failure), "the fault itself fails"
     command = re.search(r"--case (\S+):(\S+)'", failure)
     assert command is not None and command[1] == kind, failure
     assert fuzz.fuzz(kind, 1, 1, Counter(), command[2]) is not None

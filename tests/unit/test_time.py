@@ -106,6 +106,14 @@ BY_HAND: dict[str, tuple[Cluster, dict[str, Any], float, float, float]] = {
         )
         for backward, compute, exposed in ((False, 4, 0.075), (True, 10, 0.15))
     },
+    # The first head's three shards enter a node over the network adapters of both ranks.
+    "gathered between nodes": (
+        cluster(inside=inf, node_size=2, between=wire(0.1)),
+        {"strategy": Strategy("all_gather")},
+        4.0375,
+        4,
+        0.0375,
+    ),
     "latency": (cluster(inside=inf, latency=2 * STEP), {}, 3 * 2 + 1, 4, 3),
     # Shards and gradients travel at once, half as long again as a step; then the last gradients.
     "latencies": (
