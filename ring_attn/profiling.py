@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -38,6 +38,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ring_attn.torch_private import profiler_enabled as profiler_enabled
 from ring_attn.transport import streams
 from ring_attn.transport.base import TransportStats
+from ring_attn.transport.streams import Moment
 
 Direction = Literal["forward", "backward"]
 
@@ -218,9 +219,6 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
 
 # -- the interface for `machines.run`
 
-# Nanoseconds of the host's clock; on a device with streams, an event on a stream. It is None if
-# nothing is measured.
-Moment = int | streams.Event | None
 Span = tuple[Moment, Moment]
 
 
@@ -300,11 +298,11 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
     def figures() -> Figures:
         """Return the figures; on CUDA, wait for the end of the call."""
         return Figures(
-            seconds=seconds_between(start, end),
+            seconds=streams.seconds_between(start, end),
             compute_s=sum(_total(observer.spans[name]) for name in COMPUTE),
             wait_s=_total(observer.spans["wait"]),
             in_flight_s=_total(observer.spans["flight"]),
-            transfer_s=total_of_known(observer.transfers),
+            transfer_s=_total_of_known(observer.transfers),
             bytes_sent=after.bytes_sent - before.bytes_sent,
             bytes_received=after.bytes_received - before.bytes_received,
             messages=after.messages - before.messages,
@@ -329,32 +327,22 @@ def _clock_stream(device: torch.device) -> streams.Stream:
     return streams.new(device)
 
 
-def seconds_between(start: Moment, end: Moment) -> float:
-    """Return seconds between two moments; on a device with streams, wait for the second."""
-    if isinstance(start, int) and isinstance(end, int):
-        return (end - start) * 1e-9
-    first, last = cast("tuple[torch.cuda.Event, torch.cuda.Event]", (start, end))
-    last.synchronize()
-    milliseconds: float = first.elapsed_time(last)
-    return milliseconds * 1e-3
-
-
 # -- records of calls
 
 
 def _total(spans: Iterable[Span]) -> float:
     """Return the sum of spans in seconds."""
-    return sum((seconds_between(*span) for span in spans), 0.0)
+    return sum((streams.seconds_between(*span) for span in spans), 0.0)
 
 
-def total_of_known(spans: Sequence[Span | None]) -> float | None:
+def _total_of_known(spans: Sequence[Span | None]) -> float | None:
     """Return the sum of spans in seconds; None if a span is unknown."""
     known = [span for span in spans if span is not None]
     return _total(known) if len(known) == len(spans) else None
 
 
 @dataclass
-class Collected:
+class _Collected:
     """The last calls of all threads: on CUDA, autograd runs a backward in a different thread."""
 
     depth: int  # number of open `collect` blocks, plus 1 if RING_ATTN_STATS is set
@@ -370,7 +358,7 @@ class Collected:
             self.syncs.clear()
 
 
-collected = Collected(int(STATS_ALWAYS))
+collected = _Collected(int(STATS_ALWAYS))
 
 
 def _named(name: str) -> AbstractContextManager[object]:

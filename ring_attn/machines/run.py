@@ -23,11 +23,11 @@ from ring_attn.core.program import Buffer, Channel, Copy, Entry, Hop, Operand, P
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import rounded_gradient, sinks_gradient
 from ring_attn.machines.rehearse import Silent, connect
-from ring_attn.profiling import Direction, Moment, Observer, observe
+from ring_attn.profiling import Direction, Observer, observe
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Transport
 from ring_attn.transport.buffers import Block, last_uses
-from ring_attn.transport.streams import Event, Stream
+from ring_attn.transport.streams import Event, Moment, Stream
 
 
 def execute(

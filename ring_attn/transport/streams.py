@@ -10,12 +10,18 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
+
+# Nanoseconds of the host's clock; on a device with streams, an event on a stream. It is None if
+# nothing is measured.
+Moment = int | Event | None
+
 Work = Callable[[], object]
 
 # torch has so many streams a device, and gives them out in a circle.
@@ -85,6 +91,16 @@ def moment(stream: Stream) -> Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    """Return seconds between two moments; on a device with streams, wait for the second."""
+    if isinstance(start, int) and isinstance(end, int):
+        return (end - start) * 1e-9
+    first, last = cast("tuple[torch.cuda.Event, torch.cuda.Event]", (start, end))
+    last.synchronize()
+    milliseconds: float = first.elapsed_time(last)
+    return milliseconds * 1e-3
 
 
 def wait(event: Event, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.segments import Segment
 from ring_attn.integrations import flash_attn
 from ring_attn.integrations import ring_flash_attn as names
-from ring_attn.integrations.ring_flash_attn import utils
+from ring_attn.integrations.ring_flash_attn import prepared, utils
 from ring_attn.testing import (
     Case,
     Heads,
@@ -252,11 +252,11 @@ def test_copies_of_llama3_arguments_that_fit_several_sequences() -> None:
         world_size=2,
     )
     copy = local[0].clone()
-    assert keys == slice(0, 8) and names.all_documents(given, copy).tolist() == first.tolist()
+    assert keys == slice(0, 8) and prepared.all_documents(given, copy).tolist() == first.tolist()
     names.llama3_flash_attn_prepare_cu_seqlens(second, True, 0, 2)
     with refused(ValueError, "values that fit several sequences|pass the tensors"):
-        names.all_documents(given, copy)
-    assert names.all_documents(given, local[0]).tolist() == first.tolist()
+        prepared.all_documents(given, copy)
+    assert prepared.all_documents(given, local[0]).tolist() == first.tolist()
 
 
 @on_ranks(3)

@@ -29,8 +29,7 @@ break the graph, because their plans depend on the values of `cu_seqlens`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple, TypedDict
@@ -38,7 +37,6 @@ from typing import NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
@@ -57,6 +55,7 @@ from ring_attn.integrations.flash_attn import (
     unpacked,
 )
 from ring_attn.integrations.ring_flash_attn import adapters
+from ring_attn.integrations.ring_flash_attn.prepared import all_documents, remember
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import reporting
@@ -141,7 +140,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         rank=rank,
         world_size=world_size,
     )
-    _remember(local_q, prepared, boundaries)
+    remember(local_q, prepared, boundaries)
     return local_q, local_k, _longest(cu_q), _longest(cu_k), keys
 
 
@@ -251,50 +250,6 @@ def _gathered(
         "strategy": Strategy("all_gather", heads_per_chunk=heads_k_stride),
         "cu_seqlens": all_documents(given, cu_q),
     }
-
-
-Boundaries = tuple[int, ...]
-
-# Results of `llama3_flash_attn_prepare_cu_seqlens`, with the boundaries of the whole sequence, by
-# the tensor of the queries' documents: other sequences can have the same values on this rank.
-_prepared: MutableMapping[Tensor, tuple[Local, Boundaries]] = WeakTensorKeyDictionary()
-
-# The same by value, the newest last, for copies of these tensors: all boundaries that fit, up to 2.
-_prepared_values: OrderedDict[Local, tuple[Boundaries, ...]] = OrderedDict()
-MAX_PREPARED_VALUES = 4096
-
-
-def _remember(cu_q: Tensor, prepared: Local, boundaries: Boundaries) -> None:
-    """Keep the boundaries of the whole sequence, for the call that gets the rank's arguments."""
-    _prepared[cu_q] = prepared, boundaries
-    known = _prepared_values.get(prepared, ())
-    if boundaries not in known:
-        # Two are enough to know that the values fit several sequences.
-        _prepared_values[prepared] = (*known[:1], boundaries)
-    _prepared_values.move_to_end(prepared)
-    if len(_prepared_values) > MAX_PREPARED_VALUES:
-        _prepared_values.popitem(last=False)
-
-
-def all_documents(given: Local, cu_q: Tensor) -> Tensor:
-    """Return the global boundaries of all non-empty documents, from this rank's arguments.
-
-    Nothing is sent: if ranks exchanged boundaries for new arguments only, they would wait for ranks
-    that know their arguments already. The call itself compares the boundaries of all ranks.
-    """
-    prepared, boundaries = _prepared.get(cu_q, (None, ()))
-    if prepared != given:
-        of_values = _prepared_values.get(given, ())
-        if len(of_values) != 1:
-            problem = "fit several sequences" if of_values else "are not its results"
-            raise ValueError(
-                "cu_seqlens_q, cu_seqlens_k and local_k_slice must be the results of ring_attn's "
-                "llama3_flash_attn_prepare_cu_seqlens for this rank, world size and causal="
-                f"{given.causal}, got values that {problem}: {given}; pass the tensors that it "
-                "returned"
-            )
-        (boundaries,) = of_values
-    return torch.tensor(sorted({*boundaries}))
 
 
 def _in_layout(qkv: Qkv, causal: bool, group: Group, *, name: str) -> _Placement:
