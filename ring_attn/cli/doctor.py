@@ -84,7 +84,7 @@ QUEUES, QUEUES_VARIABLE = 32, "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_QUEUES = 8
 
 # Channels that a group of several nodes asks of NCCL for each peer on another node. By itself NCCL
-# takes 1 or 2, which copy 20 to 45 GB/s; 32 hang in NCCL 2.28.9 (NVIDIA/nccl#1915).
+# takes 1 or 2, which copy 20 to 45 GB/s, an estimate; 32 hang in NCCL 2.28.9 (NVIDIA/nccl#1915).
 NET_CHANNELS, NET_CHANNELS_VARIABLE = 4, "NCCL_NCHANNELS_PER_NET_PEER"
 
 
