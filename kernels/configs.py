@@ -435,8 +435,8 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
 
     A file of RING_ATTN_CONFIGS has no others.
 
-    On sm_90, except for decoding, tiles come first: another tile can gain 25 %. Groups of heads
-    gain less, and only if the columns of all heads do not fit into the L2 cache.
+    On sm_90, except for decoding, tiles come first: another tile can gain 25 %, an estimate. Groups
+    of heads gain less, and only if the columns of all heads do not fit into the L2 cache.
     """
     if kind == "gluon":
         return in_gluon(arch)[bucket(headdim)]

@@ -47,9 +47,9 @@ class Launch:
 class Repeat:
     """Repeats a launch with other tensors of the same shapes, strides and dtypes.
 
-    At every launch triton inspects every argument to choose a compiled kernel: 40 us for kernels
-    with 50 arguments, more than a ring's step can spare. A repeat, in which only addresses change,
-    calls the compiled kernel directly.
+    At every launch triton inspects every argument to choose a compiled kernel: 40 us of the host
+    for kernels with 50 arguments, more than a ring's step can spare. A repeat, in which only
+    addresses change, calls the compiled kernel directly.
     """
 
     def __init__(self, launch: Launch, compiled: Any, num_tensors: int) -> None:

@@ -7,6 +7,7 @@ Exceptions: like torch, `transport` also calls these methods of the backend of a
 from __future__ import annotations
 
 import datetime
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -85,55 +86,117 @@ def all_groups() -> list[dist.ProcessGroup]:
     return [group for group in distributed_c10d._world.pg_map if hasattr(group, "get_group_store")]
 
 
-# torch's class of NCCL process groups for which this package is written. Newer versions have other
-# classes as well, one of which is the backend "nccl" of 2.15. There a collective between
-# `_start_coalescing` and `_end_coalescing` starts at once, and the work that `_end_coalescing`
-# returns does not wait for it: `coalesced` waits for each started work there. The rest of the class
-# (options and end of communicators, flight recorder) has not run on a GPU, so it is refused.
+# torch's two classes of NCCL process groups; the backend "nccl" of torch 2.15 has the second. They
+# differ in this, as the classes of torch 2.15.0 showed over stubs of CUDA and NCCL that log calls:
+#
+#                       ProcessGroupNCCL               ProcessGroupNCCL2
+#   when it is made     it connects nothing            it connects, on the device that it is given
+#   coalesced messages  start in one group at the end  start in one group at the end
+#   other coalesced     start in one group at the end  start at once; before 2.15.0 the work of the
+#   collectives                                        end does not wait for them
+#   works of single     have no end in a coalescing,   can be waited for
+#   operations          so no capture may wait for one
+#   flight recorder     has an entry for each          knows only works of whole process groups
 NCCL_CLASS = "ProcessGroupNCCL"
+SECOND_NCCL_CLASS = "ProcessGroupNCCL2"
+
+# What this package uses of a class of NCCL process groups.
+NCCL_METHODS = (
+    "Options",
+    "_allgather_base",
+    "_end_coalescing",
+    "_reduce_scatter_base",
+    "_start_coalescing",
+    "abort",
+    "alltoall_base",
+    "eager_connect_single_device",
+    "recv",
+    "send",
+    "shutdown",
+)
+NCCL_OPTIONS = (
+    "_timeout",
+    "config.cga_cluster_size",
+    "config.max_ctas",
+    "global_ranks_in_group",
+    "group_name",
+    "is_high_priority_stream",
+)
 
 
-def nccl_class() -> Untyped:
-    """Return torch's class of NCCL process groups for which this package is written.
+# Gives all process groups of torch's first class streams of high priority.
+HIGH_PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
+
+
+def nccl_class(group: dist.ProcessGroup) -> Untyped:
+    """Return torch's class of communicators for messages beside a group: the group's own class.
 
     Raises:
-        NotImplementedError: torch has another class with this name.
+        NotImplementedError: torch lacks a piece that this package uses, or the group has a property
+            that this package does not follow; the text names it.
     """
-    found = dist.ProcessGroupNCCL
-    second = getattr(dist, "ProcessGroupNCCL2", None)
-    if found.__name__ != NCCL_CLASS or found is second:
+    backend = _nccl_backend(group)
+    name = NCCL_CLASS if backend is None else type(backend).__name__
+    # A backend of another class, such as "nccl-lazy", makes its communicators of the second class.
+    has_second = hasattr(dist, SECOND_NCCL_CLASS)
+    found = getattr(dist, SECOND_NCCL_CLASS if has_second and name != NCCL_CLASS else NCCL_CLASS)
+    _refuse_missing_pieces(found)
+    if getattr(getattr(backend, "options", None), "enable_reconfigure", False) is True:
         raise NotImplementedError(
-            f"torch {torch.__version__} has {found.__name__} as torch.distributed.{NCCL_CLASS}, "
-            "which ring_attn does not support: use an older torch, from 2.11"
+            "ring_attn does not follow a process group whose ranks may change, got a group with "
+            "enable_reconfigure=True: pass a group without it"
         )
     return found
 
 
-def refuse_other_nccl(group: dist.ProcessGroup) -> None:
-    """Refuse a group whose CUDA tensors go through another class of NCCL process groups.
-
-    Raises:
-        NotImplementedError: the class is not `NCCL_CLASS`; the text says how to get that one.
-    """
+def _nccl_backend(group: dist.ProcessGroup) -> Untyped | None:
+    """Return what carries the group's CUDA tensors; None if NCCL does not."""
     try:
         backend: Untyped = group._get_backend(torch.device("cuda"))
     except RuntimeError:  # none for CUDA tensors
-        return
+        return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    name = type(backend).__name__
-    is_nccl = "nccl" in name.lower() or "nccl" in backend.name()
-    if is_nccl and name != NCCL_CLASS:
+    is_nccl = "nccl" in type(backend).__name__.lower() or "nccl" in backend.name()
+    return backend if is_nccl else None
+
+
+def _refuse_missing_pieces(found: Untyped) -> None:
+    """Refuse a class of NCCL process groups without something that this package uses."""
+    missing = [name for name in NCCL_METHODS if not hasattr(found, name)]
+    if not missing:
+        options = found.Options()
+        missing = [f"Options.{name}" for name in NCCL_OPTIONS if not _has(options, name)]
+    if found.__name__ not in (NCCL_CLASS, SECOND_NCCL_CLASS):
+        missing.append("a constructor that ring_attn knows")
+    if missing:
         raise NotImplementedError(
-            f"ring_attn supports only torch's {NCCL_CLASS}, got a group with {name} (torch "
-            f"{torch.__version__}, backend {backend.name()!r}): "
-            "set TORCH_DIST_USE_NCCL2=0 on all ranks before init_process_group, or pass "
-            "init_process_group('nccl-legacy')"
+            f"torch {torch.__version__} has a class of NCCL process groups, {found.__name__}, "
+            f"without {', '.join(missing)}: use an older torch, from 2.11"
         )
 
 
-def num_process_groups() -> int:
-    """Return the number of process groups of this rank."""
-    return len(dist.distributed_c10d._world.pg_map)
+def _has(x: object, names: str) -> bool:
+    """Return whether an object has an attribute, or one of an attribute: `"config.max_ctas"`."""
+    for name in names.split("."):
+        if not hasattr(x, name):
+            return False
+        x = getattr(x, name)
+    return True
+
+
+def num_high_priority_groups() -> int:
+    """Return how many of this rank's process groups have an NCCL stream of high priority."""
+    found = [_nccl_backend(group) for group in all_groups()]
+    backends = [backend for backend in found if backend is not None]
+    if os.environ.get(HIGH_PRIORITY_VARIABLE, "").lower() in ("1", "y", "yes", "t", "true"):
+        return len(backends)
+    options = [getattr(backend, "options", None) for backend in backends]
+    return sum(getattr(one, "is_high_priority_stream", False) is True for one in options)
+
+
+def connects_when_made(nccl: Untyped) -> bool:
+    """Return whether communicators of a class are connected when they are made, on a device."""
+    return bool(nccl.__name__ == SECOND_NCCL_CLASS)
 
 
 def installed_nccl() -> tuple[int, ...] | None:
@@ -143,19 +206,22 @@ def installed_nccl() -> tuple[int, ...] | None:
     return torch.cuda.nccl.version()[:3]
 
 
-def nccl_options(name: str, seconds: float, max_ctas: int, global_ranks: Sequence[int]) -> Untyped:
+def nccl_options(
+    nccl: Untyped, name: str, seconds: float, max_ctas: int, global_ranks: Sequence[int]
+) -> Untyped:
     """Return the options of an NCCL communicator that runs at the same time as attention kernels.
 
     Its stream has priority on free multiprocessors. Its blocks are few and not in clusters (NCCL's
     default on sm_90 is clusters of 4), so that they fit next to an attention kernel.
 
     Args:
+        nccl: the communicator's class.
         name: name of the communicator.
         seconds: timeout.
         max_ctas: the largest number of thread blocks.
         global_ranks: the members, for torch's flight recorder and logs.
     """
-    options = nccl_class().Options()
+    options = nccl.Options()
     options._timeout = datetime.timedelta(seconds=seconds)
     options.group_name = GroupName(name)
     options.global_ranks_in_group = list(global_ranks)
@@ -180,10 +246,11 @@ class StartedWorks:
 def coalesced(
     communicator: Untyped, starts: Sequence[tuple[Untyped, ...]]
 ) -> dist.Work | StartedWorks:
-    """Start several operations as one NCCL group, in which no operation waits for another.
+    """Start several operations together: messages as one NCCL group, where none waits for another.
 
-    Each of `starts` is a method of the communicator and its arguments. torch's flight recorder has
-    an entry for each operation, and for the group if it has several operations.
+    Each of `starts` is a method of the communicator and its arguments. Collectives must be in the
+    same order on all ranks, as torch's second class starts them one after another. torch's flight
+    recorder has an entry for each operation, and for the group if it has several operations.
 
     The group is closed after an error or an interrupt, too: an open group would swallow all later
     operations of its thread, on every communicator.
@@ -206,7 +273,11 @@ def coalesced(
 
 
 def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of all ranks of a mesh with several axes; every rank must call this."""
+    """Return the group of all ranks of a mesh with several axes; every rank must call this.
+
+    Raises:
+        RuntimeError: torch has made the group on another GPU than the world's.
+    """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
     # After init_process_group(device_id=...) torch would split the communicator of the world, and
@@ -215,9 +286,18 @@ def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
         device = world.bound_device_id
         world.bound_device_id = None
         try:
-            return mesh._flatten().get_group()
+            group = mesh._flatten().get_group()
         finally:
             world.bound_device_id = device
+    # torch's second class connects a group when it is made: on a GPU that torch guesses here.
+    guessed = group.bound_device_id
+    if device is not None and guessed is not None and guessed != device:
+        raise RuntimeError(
+            f"torch {torch.__version__} has made the group of a mesh with several axes on "
+            f"{guessed}, and this process uses {device}: set LOCAL_RANK to {device.index}, or pass "
+            "a mesh with one axis"
+        )
+    return group
 
 
 # Held while the world has no device: a second thread would save None as its device.

@@ -1,10 +1,11 @@
-"""The used part of torch's ProcessGroupNCCL, for communicators that stand in NCCL's place."""
+"""The used part of torch's classes of NCCL process groups, for what stands in NCCL's place."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,29 @@ class OpenGroup(threading.local):
 GROUP = OpenGroup()
 
 
+def open_group() -> None:
+    GROUP.depth += 1
+
+
+def close_group() -> None:
+    GROUP.depth -= 1
+    if GROUP.depth == 0:
+        launches, GROUP.launches = GROUP.launches, ()
+        for end in [end for launch in launches for end in launch()]:
+            end()
+
+
+def options() -> SimpleNamespace:
+    """The options of both classes, with torch's names."""
+    return SimpleNamespace(
+        _timeout=None,
+        group_name="",
+        global_ranks_in_group=[],
+        is_high_priority_stream=False,
+        config=SimpleNamespace(cga_cluster_size=None, max_ctas=None),
+    )
+
+
 class StandIn:
     """Hands every operation to `start`, as parts to send and to receive.
 
@@ -37,7 +61,7 @@ class StandIn:
     shutdown for the other ranks' shutdowns.
     """
 
-    Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
+    Options = staticmethod(options)
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         self.rank, self.size, self.options, self.store = rank, size, options, store
@@ -68,20 +92,16 @@ class StandIn:
             time.sleep(0.01)
 
     def _start_coalescing(self) -> None:
-        GROUP.depth += 1
+        open_group()
 
     def _end_coalescing(self) -> Any:
-        GROUP.depth -= 1
-        if GROUP.depth == 0:
-            launches, GROUP.launches = GROUP.launches, ()
-            for end in [end for launch in launches for end in launch()]:
-                end()
+        close_group()
 
     def launch(self, launch: Launch) -> None:
         """Runs an operation, at the end of this thread's group if one is open."""
-        self._start_coalescing()
+        open_group()
         GROUP.launches = (*GROUP.launches, launch)
-        self._end_coalescing()
+        close_group()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         return self.start([(tensors[0], peer)], [])
@@ -107,3 +127,61 @@ class StandIn:
         return self.start(
             [*zip(sends, everyone, strict=True)], [*zip(receives, everyone, strict=True)], total
         )
+
+    @contextmanager
+    def _outside_coalescing(self) -> Iterator[None]:
+        """Starts what the block starts at once, although a coalescing is open."""
+        depth, launches = GROUP.depth, GROUP.launches
+        GROUP.depth, GROUP.launches = 0, ()
+        try:
+            yield
+        finally:
+            GROUP.depth, GROUP.launches = depth, launches
+
+
+class Completed:
+    """A work that waits for nothing."""
+
+    def wait(self, *_: object) -> bool:
+        return True
+
+
+class SecondClass(StandIn):
+    """Makes a stand-in behave as torch's second class, ProcessGroupNCCL2.
+
+    It is connected when it is made, on a device. In a coalescing only messages wait for the end; a
+    collective starts at once, and of a coalescing without messages the end waits for nothing.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any, device: torch.device):
+        super().__init__(store, rank, size, options)
+        super().eager_connect_single_device(device)
+        self._is_coalescing = self._has_messages = False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        raise AssertionError("the second class is connected when it is made")
+
+    def _start_coalescing(self) -> None:
+        if self._is_coalescing:
+            raise RuntimeError("startCoalescing called while a batch is already active")
+        self._is_coalescing, self._has_messages = True, False
+        super()._start_coalescing()
+
+    def _end_coalescing(self) -> Any:
+        self._is_coalescing = False
+        work = super()._end_coalescing()
+        return work if self._has_messages else Completed()
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self._has_messages = True
+        return super().send(tensors, peer, tag) or Completed()
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self._has_messages = True
+        return super().recv(tensors, peer, tag) or Completed()
+
+    def _exchange(self, *given: Any) -> Any:
+        if not self._is_coalescing:
+            return super()._exchange(*given)
+        with self._outside_coalescing():
+            return super()._exchange(*given)

@@ -69,7 +69,15 @@ class Estimate:
 
 def estimates() -> list[Estimate]:
     """Return all estimates, in the order of the table."""
-    return [*_rates(), *_bandwidths(), *_hosts(), *_links(), *_others(), *_of_models()]
+    return [
+        *_rates(),
+        *_bandwidths(),
+        *_hosts(),
+        *_posts_of_second_class(),
+        *_links(),
+        *_others(),
+        *_of_models(),
+    ]
 
 
 def _rates() -> Iterator[Estimate]:
@@ -132,6 +140,17 @@ def _hosts() -> Iterator[Estimate]:
             stage="`costs`",
             measured=_figure("costs: host", f"{field.name}_us"),
         )
+
+
+def _posts_of_second_class() -> Iterator[Estimate]:
+    yield Estimate(
+        key="host post nccl2",
+        what="host time of a post over torch's second class, nccl2: us",
+        assumed=devices.HOST.post * 1e6,
+        file="ring_attn/planning/devices.py",
+        stage="`graphs`",
+        measured=_figure("graphs: nccl2 to itself", "post_us"),
+    )
 
 
 def _links() -> Iterator[Estimate]:

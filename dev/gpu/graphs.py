@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 import ring_attn
 from dev.gpu import device
+from dev.gpu.cells import NotHere
+from ring_attn.torch_private import SECOND_NCCL_CLASS, coalesced, nccl_options
+from ring_attn.transport.options import MAX_CTAS
 
 ROWS, HEADS, DIM, REPLAYS = 4096, 8, 128, 20
 MESSAGES = (64, 16 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -85,3 +88,36 @@ def messages_to_itself() -> dict[str, Any]:
         figures[f"{nbytes} B, us"] = round(1e6 * statistics.median(whole[WARM_UPS:]), 1)
         figures["post_us"] = round(1e6 * statistics.median(host[WARM_UPS:]), 1)
     return figures
+
+
+def second_class() -> dict[str, Any]:
+    """Start two coalesced collectives over torch's second class of NCCL process groups.
+
+    Each result is compared on the device, without a wait of the host: a work that is not waited for
+    leaves other bytes. Returns the host's time of a start.
+    """
+    where = alone()
+    nccl = getattr(dist, SECOND_NCCL_CLASS, None)
+    if nccl is None:
+        raise NotHere(f"torch {torch.__version__} has no {SECOND_NCCL_CLASS}")
+    options = nccl_options(nccl, "second class", 30.0, MAX_CTAS, [0])
+    communicator = nccl(dist.HashStore(), 0, 1, options, where)
+    host = []
+    for nbytes in MESSAGES:
+        for _ in range(WARM_UPS + REPEATS):
+            sent = torch.randint(255, (nbytes,), dtype=torch.uint8, device=where)
+            exchanged, gathered = torch.zeros_like(sent), torch.zeros_like(sent)
+            start = time.perf_counter()
+            works = coalesced(
+                communicator,
+                [
+                    (communicator.alltoall_base, exchanged, sent, [nbytes], [nbytes]),
+                    (communicator._allgather_base, gathered, sent),
+                ],
+            )
+            works.wait()
+            host.append(time.perf_counter() - start)
+            if not (torch.equal(exchanged, sent) and torch.equal(gathered, sent)):
+                raise AssertionError(f"a message of {nbytes} bytes arrived with other bytes")
+    communicator.shutdown()
+    return {"post_us": round(1e6 * statistics.median(host), 1)}

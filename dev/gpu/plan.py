@@ -221,6 +221,7 @@ def _graphs(imports: dict[str, str]) -> Stage:
     ]
     target = "dev.gpu.graphs:messages_to_itself"
     cells.append(Cell(name, "NCCL to itself", target, limit=25.0))
+    cells.append(Cell(name, "nccl2 to itself", "dev.gpu.graphs:second_class", limit=25.0))
     return _stage(name, 15.0, "replays have the bits of calls; NCCL to itself", cells, imports)
 
 

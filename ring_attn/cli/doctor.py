@@ -32,6 +32,7 @@ from ring_attn.testing.launch import (
     run_ranks,
     under_torchrun,
 )
+from ring_attn.torch_private import HIGH_PRIORITY_VARIABLE
 from ring_attn.values.outside import env_int
 
 RANKS = 2
@@ -75,6 +76,7 @@ HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host then waits for each kernel: nothing overlaps"),
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "copies and kernels of all streams then run in one queue"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host then waits for each message: nothing overlaps"),
+    HIGH_PRIORITY_VARIABLE: ("1", "process groups then share the 32 streams of our exchanges"),
 }
 
 # Streams that CUDA runs at a time at most, and its default. An exchange under way has two streams.
@@ -82,7 +84,7 @@ QUEUES, QUEUES_VARIABLE = 32, "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_QUEUES = 8
 
 # Channels that a group of several nodes asks of NCCL for each peer on another node. By itself NCCL
-# takes 1 or 2, which copy 20 to 45 GB/s; 32 hang in NCCL 2.28.9 (NVIDIA/nccl#1915).
+# takes 1 or 2, which copy 20 to 45 GB/s, an estimate; 32 hang in NCCL 2.28.9 (NVIDIA/nccl#1915).
 NET_CHANNELS, NET_CHANNELS_VARIABLE = 4, "NCCL_NCHANNELS_PER_NET_PEER"
 
 

@@ -260,8 +260,8 @@ def named_function(
     options = [each for each in signature(Options).parameters.values() if each.name != without]
     names = [parameter.name for parameter in (*required, *options)]
 
-    # Signature.bind does the same, but takes 20 us longer at every call. The arguments have the
-    # types of the signature below, which a type checker does not see.
+    # Signature.bind does the same, but takes the host 20 us longer at every call. The arguments
+    # have the types of the signature below, which a type checker does not see.
     def function(*args: Any, **kwargs: Any) -> Result:
         given = dict(zip(names, args, strict=False))
         for each in names[len(args) :]:

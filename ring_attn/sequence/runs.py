@@ -22,7 +22,8 @@ from torch.nn import functional
 from ring_attn.core.layout import SequenceLayout, rank_of_last_row
 from ring_attn.core.segments import Segment
 
-# Bytes that a 400 Gb/s link of `planning.devices` transfers during its latency: 15 us at 45 GB/s.
+# Bytes that a 400 Gb/s link of `planning.devices` transfers during its latency: by the estimates
+# there 15 us at 45 GB/s.
 LATENCY_BYTES = 675_000
 
 

@@ -14,9 +14,9 @@ then numerator and denominator, in 3 all-reduces of which the second waits for t
 scheme each rank sends and receives 2 (P - 1) / P * n numbers; in a gather it receives (P - 1) n.
 The all-reduces transfer less from P = 3 on, but they take at least 2 rounds with the latency of 2
 messages, while a gather takes one round with the latency of 1. A token of 32 heads of 128 is
-16 KiB: with 8 ranks 7 messages arrive, in 2 us at 50 GB/s, less than the latency of any collective.
-With 64 tokens and 64 ranks a gather transfers 66 MB in 1.3 ms. For so many queries it is better to
-split them over the ranks, with `ring_attention`.
+16 KiB: with 8 ranks 7 messages arrive, in 2 us at 50 GB/s (an estimate), less than the latency of
+any collective. With 64 tokens and 64 ranks a gather transfers 66 MB, in 1.3 ms at this estimate.
+For so many queries it is better to split them over the ranks, with `ring_attention`.
 """
 
 from __future__ import annotations

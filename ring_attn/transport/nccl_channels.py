@@ -1,8 +1,8 @@
 """NCCL's rule for the channels of a send and receive: how many copy a message at the same time.
 
-A channel is one CTA that copies; one moves 20 to 25 GB/s over NVLink. A communicator has as many
-channels per peer as its *slowest* kind of peer allows. So a group with ranks on several nodes has
-few channels within a node, too:
+A channel is one CTA that copies; one moves 20 to 25 GB/s over NVLink, an estimate. A communicator
+has as many channels per peer as its *slowest* kind of peer allows. So a group with ranks on several
+nodes has few channels within a node, too:
 
     at most 8 CTAs, NCCL 2.28         up to 16 MiB   32 MiB   64 MiB   more
     2 ranks on one node                     4           4        4      8
@@ -37,8 +37,8 @@ NET_CHANNEL_GBYTE_PER_S = 14
 BY_BANDWIDTH = (2, 29)
 # The version of torch 2.11.
 PLANNED_VERSION = (2, 28, 9)
-# Channels per peer over NVLink before all other limits: twice the links of a GPU. H100: 18 links,
-# 371 GB/s at 20.6 each.
+# Channels per peer over NVLink before all other limits: twice the links of a GPU. NCCL's source
+# assumes for an H100 18 links, 371 GB/s at 20.6 each.
 NVLINK_CHANNELS = 36
 # Channels per peer over PCIe.
 PCIE_CHANNELS = 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -21,13 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ring_attn import ring_attention
 from ring_attn.testing import Case, RankResult, Sent, put_together
 from ring_attn.testing.ranks import arguments_of
-from ring_attn.torch_private import NCCL_CLASS
+from ring_attn.torch_private import NCCL_CLASS, SECOND_NCCL_CLASS
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.ranks import failure, group, headers, links, rendezvous
 from tests.deferred.cuda import HOME, CaptureError, Queue
 from tests.deferred.device import HostReads, Part, Recorder, Transfer
 from tests.deferred.program import Program
-from tests.stand_in import Parts, StandIn
+from tests.stand_in import Completed, Parts, SecondClass, StandIn
 
 
 class Work:
@@ -57,10 +58,19 @@ class Communicator(StandIn):
     def _start_coalescing(self) -> None:
         self._group = self._new()
 
-    def _end_coalescing(self) -> Work:
+    def _end_coalescing(self) -> Work | Completed:
         transfer, self._group = self._group, None
         assert transfer is not None
+        # A transfer of empty messages is a kernel, too, which waits for its peers.
         return self._start(transfer)
+
+    @contextmanager
+    def _outside_coalescing(self) -> Iterator[None]:
+        group, self._group = self._group, None
+        try:
+            yield
+        finally:
+            self._group = group
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Connects, which no capture allows."""
@@ -114,6 +124,32 @@ class Communicator(StandIn):
         return Work(self.recorder, transfer)
 
 
+class SecondCommunicator(SecondClass, Communicator):
+    """Records what torch's second class of NCCL process groups would start."""
+
+    def _end_coalescing(self) -> Work | Completed:
+        if self._has_messages:
+            return super()._end_coalescing()
+        self._is_coalescing, self._group = False, None
+        return Completed()
+
+
+# The name of torch's class of communicators, and what stands in its place.
+_communicators: ContextVar[tuple[str, type[Communicator]]] = ContextVar(
+    "communicators", default=(NCCL_CLASS, Communicator)
+)
+
+
+@contextmanager
+def second_class() -> Iterator[None]:
+    """Records ranks whose torch has only the second class of NCCL process groups."""
+    token = _communicators.set((SECOND_NCCL_CLASS, SecondCommunicator))
+    try:
+        yield
+    finally:
+        _communicators.reset(token)
+
+
 @contextmanager
 def device_of(recorder: Recorder) -> Iterator[None]:
     """Records all operators, streams and transfers of this thread on a device."""
@@ -123,7 +159,8 @@ def device_of(recorder: Recorder) -> Iterator[None]:
         # torch looks at the stream's type before it asks a mode.
         lend = lambda x, stream: recorder.lend(x, stream)  # noqa: E731
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lend))
-        made = type(NCCL_CLASS, (Communicator,), {"recorder": recorder})
+        name, communicator = _communicators.get()
+        made = type(name, (communicator,), {"recorder": recorder})
         stack.enter_context(mock.patch.object(dist, NCCL_CLASS, made, create=True))
         # The host never knows how far the device has got; while it records, data is missing.
         stack.enter_context(mock.patch.object(headers.Compared, "differs", lambda _: None))

@@ -17,13 +17,14 @@ from ring_attn.backends.reference import ReferenceBackend
 from ring_attn.core.program import Channel
 from ring_attn.machines import run as machine
 from ring_attn.testing import MASKS, RESULTS, Case, run_all_ranks
-from ring_attn.transport import streams
+from ring_attn.torch_private import StartedWorks
+from ring_attn.transport import p2p, streams
 from ring_attn.transport.p2p import P2PTransport
 from ring_attn.transport.ranks.links import NcclChannel
 from tests.deferred.cuda import Event, HostSyncError
 from tests.deferred.device import Recorder, Transfer
 from tests.deferred.program import Program, at_random, in_host_order, same
-from tests.deferred.ranks import Layers, record
+from tests.deferred.ranks import Layers, record, second_class
 
 SEQLEN = 29
 
@@ -63,6 +64,48 @@ QUICK = {
 def test_every_strategy(strategy: str) -> None:
     mask, world_size = QUICK[strategy]
     check(Layers(case_of(strategy, mask), world_size))
+
+
+SECOND_CLASS = [
+    pytest.param(name, marks=[] if name in ("ring", "ulysses") else pytest.mark.slow)
+    for name in QUICK
+]
+
+
+@pytest.mark.parametrize("strategy", SECOND_CLASS)
+def test_every_strategy_over_torchs_second_class(strategy: str) -> None:
+    """Its collectives start at once, and each is waited for by its own work."""
+    mask, world_size = QUICK[strategy]
+    with second_class():
+        check(Layers(case_of(strategy, mask), world_size))
+
+
+def drop_works_but_the_last(communicator: Any, starts: Any) -> Any:
+    """Waits only for the end of a coalescing, which torch's first class allows."""
+    communicator._start_coalescing()
+    for start, *arguments in starts:
+        start(*arguments)
+    return communicator._end_coalescing()
+
+
+def write_before_the_end(communicator: Any, starts: Any) -> Any:
+    """Writes what a collective sends after its start, before the coalescing ends."""
+    communicator._start_coalescing()
+    works = []
+    for start, received, *arguments in starts:
+        works.append(start(received, *arguments))
+        if isinstance(received, Tensor):
+            arguments[0].add_(0)
+    return StartedWorks([*works, communicator._end_coalescing()])
+
+
+@pytest.mark.parametrize("planted", [drop_works_but_the_last, write_before_the_end])
+def test_what_only_torchs_first_class_allows_is_found(planted: Callable[..., Any]) -> None:
+    layers = Layers(case_of("ulysses", "causal"), 2)
+    with mock.patch.object(p2p, "coalesced", planted):
+        assert layers.record().races() == []
+        with second_class():
+            assert layers.record().races() != []
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])

@@ -21,7 +21,7 @@ from ring_attn.torch_private import NCCL_CLASS
 from ring_attn.transport import capture, streams
 from ring_attn.transport.ranks.links import GlooLink
 from ring_attn.transport.ranks.notes import Notes
-from tests.stand_in import Parts, StandIn
+from tests.stand_in import Parts, SecondClass, StandIn
 
 
 class Moment:
@@ -79,6 +79,10 @@ class Communicator(StandIn):
     def abort(self) -> None:
         super().abort()
         self._gloo.close()
+
+
+class SecondCommunicator(SecondClass, Communicator):
+    """As torch's second class of NCCL process groups."""
 
 
 def install() -> None:

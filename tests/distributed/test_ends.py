@@ -19,6 +19,7 @@ from ring_attn import ring_attention, torch_private
 from ring_attn.torch_private import flattened
 from ring_attn.transport.ranks import links
 from tests.distributed.pool import ended
+from tests.refusals import refused
 
 
 def layer() -> None:
@@ -58,10 +59,12 @@ def test_a_group_that_sends_nothing_is_refused() -> None:
 def test_the_worlds_device_is_kept_by_two_threads() -> None:
     """Each thread hides the world's device from torch while torch makes a group of a mesh."""
     world, mesh, started = mock.Mock(bound_device_id="cuda:0"), mock.Mock(), count()
+    made = mock.Mock()
+    made.get_group.return_value = mock.Mock(bound_device_id=None)
 
     def flatten() -> mock.Mock:
         time.sleep(0.2 if next(started) == 0 else 0.4)  # the second thread ends later
-        return mock.Mock()
+        return made
 
     mesh._flatten = flatten
     known = mock.Mock(group=mock.Mock(WORLD=world))
@@ -73,3 +76,19 @@ def test_the_worlds_device_is_kept_by_two_threads() -> None:
         for thread in threads:
             thread.join()
     assert world.bound_device_id == "cuda:0"
+
+
+def test_a_group_of_a_mesh_on_another_gpu_is_refused() -> None:
+    """torch's second class connects a group of a mesh at once, on a GPU that torch guesses."""
+    device, guessed = torch.device("cuda", 3), torch.device("cuda", 0)
+    world, mesh = mock.Mock(bound_device_id=device), mock.Mock()
+    group = mesh._flatten.return_value.get_group.return_value
+    known = mock.Mock(group=mock.Mock(WORLD=world))
+    with mock.patch.object(torch_private, "dist", known):
+        for same in (device, None):
+            group.bound_device_id = same
+            assert flattened(mesh) is group
+        group.bound_device_id = guessed
+        with refused(RuntimeError, "cuda:0|cuda:3|set LOCAL_RANK to 3"):
+            flattened(mesh)
+    assert world.bound_device_id == device

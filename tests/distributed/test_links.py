@@ -19,10 +19,17 @@ from torch import Tensor
 from ring_attn import ring_attention
 from ring_attn.core.program import CHANNELS, Channel
 from ring_attn.testing.cases import strategy_of
-from ring_attn.torch_private import NCCL_CLASS, coalesced, nccl_class, refuse_other_nccl
+from ring_attn.torch_private import (
+    NCCL_CLASS,
+    NCCL_METHODS,
+    SECOND_NCCL_CLASS,
+    coalesced,
+    nccl_class,
+    num_high_priority_groups,
+)
 from ring_attn.transport import streams
 from ring_attn.transport.options import MAX_CTAS
-from ring_attn.transport.ranks import failure, links
+from ring_attn.transport.ranks import connection, failure, links
 from ring_attn.transport.ranks.calls import NOTHING
 from ring_attn.transport.ranks.group import rank_group
 from ring_attn.transport.ranks.headers import UNKNOWN, Compared
@@ -38,36 +45,38 @@ from ring_attn.transport.ranks.rendezvous import (
 from tests.distributed.differing import SINKS, STRATEGIES, WORLD_SIZE, call, decode
 from tests.distributed.pool import FAR, Ended, Pools, ended, on_ranks
 from tests.refusals import refused, says
-from tests.stand_in import StandIn
+from tests.stand_in import Completed, SecondClass, StandIn
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
 
 @contextmanager
-def in_place_of_nccl(make: Callable[..., Any]) -> Iterator[list[Any]]:
-    """Gives the communicators that `make` has made in the place of NCCL's."""
+def in_place_of_nccl(
+    make: Callable[..., Any], name: str = NCCL_CLASS
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Gives a class in the place of torch's, and the communicators that `make` makes for it."""
     made: list[Any] = []
 
     def noted(*given: Any) -> Any:
         made.append(make(*given))
         return made[-1]
 
-    nccl = mock.Mock(Options=StandIn.Options, side_effect=noted, __name__=NCCL_CLASS)
-    with (
-        mock.patch.object(dist, NCCL_CLASS, nccl, create=True),
-        mock.patch.object(links, "NcclChannel", lambda *given: mock.Mock(communicator=given[3])),
-    ):
-        yield made
+    nccl = mock.Mock(Options=StandIn.Options, side_effect=noted, __name__=name)
+    stand_in = mock.patch.object(
+        links, "NcclChannel", lambda *given: mock.Mock(communicator=given[3])
+    )
+    with stand_in:
+        yield nccl, made
 
 
 def test_communicators_from_their_options_to_their_end() -> None:
     """A communicator for each channel, aborted or shut down as its owner ends."""
     channels: tuple[Channel, ...] = ("shards", "shards", "gradients")
     connected = mock.call.eager_connect_single_device(GPU)
-    with in_place_of_nccl(lambda *given: mock.Mock(given=given)) as made:
+    with in_place_of_nccl(lambda *given: mock.Mock(given=given)) as (stand_in, made):
         nccl, other = (
-            links.NcclLink(dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2)
+            links.NcclLink(stand_in, dist.HashStore(), "meeting", 0, (5, 1, 2, 3)) for _ in range(2)
         )
         for channel in channels:
             nccl.channel((0,), channel, 1.0, GPU, MAX_CTAS)
@@ -96,8 +105,8 @@ def test_names_of_communicators_do_not_grow_with_their_members() -> None:
     """The store's keys begin with them, and the store refuses long keys."""
     groups = [(0,), tuple(range(5000)), (*range(4999, -1, -1),)]
     make = mock.Mock()
-    with in_place_of_nccl(make), mock.patch.object(links, "meet"):
-        nccl = links.NcclLink(dist.HashStore(), "meeting", 0, tuple(range(5000)))
+    with in_place_of_nccl(make) as (stand_in, _), mock.patch.object(links, "meet"):
+        nccl = links.NcclLink(stand_in, dist.HashStore(), "meeting", 0, tuple(range(5000)))
         for members in groups:
             nccl.channel(members, "shards", 1.0, GPU, MAX_CTAS)
     names = [call.args[3].group_name for call in make.call_args_list]
@@ -106,8 +115,8 @@ def test_names_of_communicators_do_not_grow_with_their_members() -> None:
 
 def test_all_communicators_are_aborted_at_once() -> None:
     """An abort waits for launched kernels, here of two channels that are behind each other."""
-    with in_place_of_nccl(StandIn) as made:
-        nccl = links.NcclLink(dist.HashStore(), "meeting", 0, (0, 1))
+    with in_place_of_nccl(StandIn) as (stand_in, made):
+        nccl = links.NcclLink(stand_in, dist.HashStore(), "meeting", 0, (0, 1))
         for channel in CHANNELS:
             nccl.channel((0,), channel, 1.0, GPU, MAX_CTAS)
     for one in made:
@@ -124,9 +133,10 @@ def test_streams_that_are_shared_are_logged(
 ) -> None:
     """torch has 32 streams of high priority, and every communicator takes the next one."""
     monkeypatch.setattr(streams, "num_held", lambda: ours)
-    monkeypatch.setattr(links, "num_process_groups", lambda: groups)
-    with in_place_of_nccl(StandIn), mock.patch.object(links.logger, "warning") as logged:
-        nccl = links.NcclLink(dist.HashStore(), "meeting", 0, (0, 1))
+    monkeypatch.setattr(links, "num_high_priority_groups", lambda: groups)
+    logs = mock.patch.object(links.logger, "warning")
+    with in_place_of_nccl(StandIn) as (stand_in, _), logs as logged:
+        nccl = links.NcclLink(stand_in, dist.HashStore(), "meeting", 0, (0, 1))
         nccl.channel((0,), "shards", 1.0, GPU, MAX_CTAS)
         nccl.close()
     assert logged.called == warns
@@ -150,99 +160,168 @@ def test_an_interrupt_leaves_no_group_open() -> None:
     assert launched[-1] == "second"
 
 
-class Second(StandIn):
-    """As torch's second class of NCCL process groups: a group holds only sends and receives.
+class Waited:
+    """A work that notes its name when it is waited for."""
 
-    A collective starts at once, and only its own work waits for it.
-    """
+    def __init__(self, name: str, waited: list[str]) -> None:
+        self._name, self._waited = name, waited
+
+    def wait(self) -> None:
+        self._waited.append(self._name)
+
+
+class Second(SecondClass):
+    """Torch's second class, with works that note when they are waited for."""
 
     def __init__(self) -> None:
-        super().__init__(None, 0, 2, None)
+        super().__init__(None, 0, 2, None, GPU)
         self.waited: list[str] = []
 
-    def _work(self, name: str) -> Any:
-        return mock.Mock(wait=lambda: self.waited.append(name))
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return None
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return None
-
-    def _allgather_base(self, recv: Tensor, send: Tensor) -> Any:
-        return self._work("all_gather")
-
-    def alltoall_base(self, *_: object) -> Any:
-        return self._work("all_to_all")
+    def start(self, sends: Any, receives: Any, total: Tensor | None = None) -> Any:
+        name = "message" if len(sends) + len(receives) == 1 else "collective"
+        return Waited(name, self.waited)
 
     def _end_coalescing(self) -> Any:
-        super()._end_coalescing()
-        return self._work("group")
+        work = super()._end_coalescing()
+        return work if isinstance(work, Completed) else Waited("group", self.waited)
 
 
 def test_all_works_of_a_second_class_are_waited_for() -> None:
     x, second = torch.ones(2), Second()
     operations = (second.alltoall_base, x, x, [1, 1], [1, 1]), (second._allgather_base, x, x)
     coalesced(second, operations).wait()
-    assert second.waited == ["all_to_all", "all_gather", "group"]
+    assert second.waited == ["collective", "collective"]
     second.waited.clear()
     coalesced(second, [(second.recv, [x], 1, 0), (second.send, [x], 1, 0)]).wait()
-    assert second.waited == ["group"]
-    # In torch's first class the group's work waits for all of them.
-    first = type(NCCL_CLASS, (Second,), {})()
-    coalesced(
-        first, [(getattr(first, start.__name__), *given) for start, *given in operations]
-    ).wait()
-    assert first.waited == ["group"]
+    assert second.waited[-1] == "group"
 
 
-def test_a_communicator_that_is_never_made() -> None:
+def test_of_the_first_class_only_the_group_is_waited_for() -> None:
+    """There works of single operations have no end, and a capture refuses to wait for one."""
+    waited: list[str] = []
+    methods = {
+        "_start_coalescing": lambda self: None,
+        "_end_coalescing": lambda self: Waited("group", waited),
+        "send": lambda *_: Waited("message", waited),
+    }
+    first = type(NCCL_CLASS, (), methods)()
+    coalesced(first, [(first.send,), (first.send,)]).wait()
+    assert waited == ["group"]
+
+
+def test_a_second_class_is_connected_when_it_is_made() -> None:
+    """On the device of the tensors, within the time limit; it is ended like the first class."""
+    made_by = lambda *given: mock.Mock(given=given)  # noqa: E731
+    with in_place_of_nccl(made_by, SECOND_NCCL_CLASS) as (stand_in, made):
+        nccl = links.NcclLink(stand_in, dist.HashStore(), "meeting", 0, (5, 1))
+        nccl.channel((0,), "shards", 1.0, GPU, MAX_CTAS)
+        nccl.close()
+    ((one,), (_, rank, size, options, device)) = made, made[0].given
+    assert (rank, size, device) == (0, 1, GPU)
+    assert (options.config.max_ctas, options.config.cga_cluster_size) == (MAX_CTAS, 0)
+    assert one.method_calls == [mock.call.abort()]
+
+
+@pytest.mark.parametrize("name", [NCCL_CLASS, SECOND_NCCL_CLASS])
+def test_a_communicator_that_is_never_made(name: str) -> None:
     """Two ranks came; the other one dies while NCCL connects them, for which NCCL has no limit."""
     store, ended_at_last = dist.HashStore(), threading.Event()
     connects = mock.Mock(eager_connect_single_device=lambda device: ended_at_last.wait())
-    nccl = links.NcclLink(store, "meeting", 0, (5, 7))
-    name = f"meeting/{hashed((0, 1))}/shards/{MAX_CTAS}"
-    threading.Thread(target=meet, args=(Rendezvous(store, name, 7, (5, 7)), FAR)).start()
-    with in_place_of_nccl(lambda *_: connects):
+
+    def make(*given: Any) -> mock.Mock:
+        if name == SECOND_NCCL_CLASS:
+            ended_at_last.wait()
+        return connects
+
+    key = f"meeting/{hashed((0, 1))}/shards/{MAX_CTAS}"
+    threading.Thread(target=meet, args=(Rendezvous(store, key, 7, (5, 7)), FAR)).start()
+    with in_place_of_nccl(make, name) as (stand_in, _):
+        nccl = links.NcclLink(stand_in, store, "meeting", 0, (5, 7))
         end = ended(lambda: nccl.channel((0, 1), "shards", 1.0, GPU, MAX_CTAS))
     ended_at_last.set()
     assert end.error is MissingRanksError, end
     assert says(end.text, "could not connect|ranks [7] did not arrive"), end
 
 
-# -- torch's other classes of NCCL process groups
+# -- torch's classes of NCCL process groups
 
 
-def class_named(name: str) -> type:
-    """A class as torch 2.15 has for groups of the backend "nccl"; its `name` says the backend."""
-    return type(name, (), {"name": lambda self: "nccl"})
+def class_named(name: str, without: str = "") -> type:
+    """A class of torch's for groups of the backend "nccl", with all that this package uses."""
+    methods = {piece: lambda self: None for piece in NCCL_METHODS if piece != without}
+    return type(name, (), {**methods, "Options": StandIn.Options, "name": lambda self: "nccl"})
 
 
-@pytest.mark.parametrize("name", ["ProcessGroupNCCL2", "ProcessGroupNCCLLazy", "Backend"])
-def test_a_group_of_another_class_is_refused_by_name(name: str) -> None:
-    for backend in (class_named(name)(), mock.Mock(wrapped_pg=class_named(name)())):
-        group = mock.Mock(**{"_get_backend.return_value": backend})
-        with refused(NotImplementedError, f"{name}|TORCH_DIST_USE_NCCL2=0|'nccl-legacy'"):
-            refuse_other_nccl(group)
+def group_over(backend: object) -> mock.Mock:
+    return mock.Mock(**{"_get_backend.return_value": backend})
 
 
-def test_groups_of_the_supported_class_and_of_other_backends_are_not_refused() -> None:
-    gloo = type("ProcessGroupGloo", (), {"name": lambda self: "gloo"})
-    for cls in (class_named(NCCL_CLASS), gloo):
-        refuse_other_nccl(mock.Mock(**{"_get_backend.return_value": cls()}))
-    refuse_other_nccl(mock.Mock(**{"_get_backend.side_effect": RuntimeError("no such backend")}))
+FIRST, SECOND = class_named(NCCL_CLASS), class_named(SECOND_NCCL_CLASS)
 
 
-def test_another_class_by_the_supported_name_is_refused() -> None:
-    second = class_named("ProcessGroupNCCL2")
-    for found in (second, class_named("ProcessGroupNCCL3")):
-        classes = {NCCL_CLASS: found, "ProcessGroupNCCL2": second}
-        patched = mock.patch.multiple(dist, **classes, create=True)
-        with patched, refused(NotImplementedError, f"{found.__name__}|use an older torch"):
-            nccl_class()
-    legacy = class_named(NCCL_CLASS)
-    with mock.patch.multiple(dist, create=True, ProcessGroupNCCL=legacy, ProcessGroupNCCL2=second):
-        assert nccl_class() is legacy
+@pytest.mark.parametrize(
+    ("of_group", "ours"),
+    [
+        (NCCL_CLASS, FIRST),
+        (SECOND_NCCL_CLASS, SECOND),
+        ("ProcessGroupNCCLLazy", SECOND),
+        ("Backend", SECOND),
+    ],
+)
+def test_communicators_have_the_class_of_their_group(of_group: str, ours: type) -> None:
+    backend = class_named(of_group)()
+    classes = {NCCL_CLASS: FIRST, SECOND_NCCL_CLASS: SECOND}
+    with mock.patch.multiple(dist, create=True, **classes):
+        assert nccl_class(group_over(backend)) is ours
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+        assert nccl_class(group_over(mock.Mock(wrapped_pg=backend))) is ours
+        without_nccl = mock.Mock(**{"_get_backend.side_effect": RuntimeError("no such backend")})
+        assert nccl_class(without_nccl) is FIRST
+
+
+@pytest.mark.parametrize("piece", [*NCCL_METHODS, "Options.config.max_ctas"])
+def test_a_piece_that_torch_lacks_is_named(piece: str) -> None:
+    found = class_named(SECOND_NCCL_CLASS, without=piece)
+    if piece == "Options":
+        del found.Options
+    elif piece.startswith("Options"):
+        options = StandIn.Options()
+        del options.config.max_ctas
+        found.Options = lambda: options
+    patched = mock.patch.multiple(dist, create=True, **{NCCL_CLASS: FIRST, found.__name__: found})
+    with patched, refused(NotImplementedError, f"{found.__name__}|{piece}|use an older torch"):
+        nccl_class(group_over(found()))
+
+
+def test_a_class_whose_communicators_cannot_be_made_is_refused() -> None:
+    third = class_named("ProcessGroupNCCL3")
+    with (
+        mock.patch.object(dist, NCCL_CLASS, third, create=True),
+        refused(NotImplementedError, "ProcessGroupNCCL3|constructor|use an older torch"),
+    ):
+        nccl_class(group_over(third()))
+
+
+def test_a_group_whose_ranks_may_change_is_refused() -> None:
+    backend = SECOND()
+    backend.options = mock.Mock(enable_reconfigure=True)
+    with (
+        mock.patch.object(dist, SECOND_NCCL_CLASS, SECOND, create=True),
+        mock.patch.object(dist, NCCL_CLASS, FIRST, create=True),
+        refused(NotImplementedError, "enable_reconfigure=True|pass a group without it"),
+    ):
+        nccl_class(group_over(backend))
+
+
+def test_only_groups_with_a_stream_of_high_priority_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By default a process group takes a stream of the lowest priority."""
+    backends = [FIRST() for _ in range(3)]
+    for backend, is_high in zip(backends, (True, False, True), strict=True):
+        backend.options = mock.Mock(is_high_priority_stream=is_high)
+    monkeypatch.setattr("ring_attn.torch_private.all_groups", lambda: [*map(group_over, backends)])
+    assert num_high_priority_groups() == 2
 
 
 @pytest.mark.queued
@@ -251,13 +330,17 @@ def test_a_first_call_over_another_class_is_refused_before_anything_is_sent() ->
     if not streams.are_used(CPU):
         return  # CPU tensors do not go through NCCL
     group, x = dist.new_group(), torch.ones(1, 2, 2, 8)
-    backend = class_named("ProcessGroupNCCL2")()
+    third = class_named("ProcessGroupNCCL3")
+    backend = third()
     backend.options = mock.Mock(_timeout=datetime.timedelta(seconds=9))
-    patched = mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: backend)
-    with patched, mock.patch.object(Meetings, "attend") as attend:
+    with (
+        mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: backend),
+        mock.patch.object(dist, NCCL_CLASS, third),
+        mock.patch.object(Meetings, "attend") as attend,
+    ):
         first, second = (ended(lambda: ring_attention(x, x, x, group=group)) for _ in range(2))
-    assert first.error is NotImplementedError and "ProcessGroupNCCL2" in first.text, first
-    assert second.error is RuntimeError and "ProcessGroupNCCL2" in second.text, second
+    assert first.error is NotImplementedError and "ProcessGroupNCCL3" in first.text, first
+    assert second.error is RuntimeError and "ProcessGroupNCCL3" in second.text, second
     attend.assert_not_called()
 
 
@@ -311,6 +394,33 @@ def test_the_watch_names_step_peer_and_channel() -> None:
     end = ended(lambda: ring_attention(x, x, x, group=group))
     texts += [end.text] * (rank == 0)
     assert all(says(text, "step 3|rank 1|'shards'|47 s") for text in texts), texts
+
+
+def equal_over_both_classes(strategy: str) -> bool:
+    """Whether a call and its gradients have the same bits over both of torch's classes."""
+    from tests.distributed.queued import Communicator, SecondCommunicator
+
+    found = []
+    classes = {NCCL_CLASS: Communicator, SECOND_NCCL_CLASS: SecondCommunicator}
+    for name, communicator in classes.items():
+        made = type(name, (communicator,), {})
+        group = dist.new_group()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        q, k, v = (torch.randn(1, 4, 4, 8, generator=generator).requires_grad_() for _ in range(3))
+        with mock.patch.object(connection, "nccl_class", lambda _, made=made: made):
+            out = ring_attention(q, k, v, causal=True, strategy=strategy, group=group)
+            found.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+        ((_, channel), *_) = rank_group(group).connection.links["cpu"].channels.items()
+        assert type(channel.communicator) is made
+        dist.destroy_process_group(group)
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.queued
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
+def test_both_classes_give_the_same_bits(ranks: Pools, strategy: str) -> None:
+    if ranks.queued:
+        assert ranks(2).run(equal_over_both_classes, strategy) == [True, True]
 
 
 # -- identities beside the messages, as on NCCL, where messages have no tags

@@ -26,11 +26,35 @@ EXPLAIN = {
     "backends/__init__.py",
     "backends/flash_attn.py",
     "backends/measured.py",
+    "cli/doctor.py",
     "cli/plan.py",
     "machines/cluster.py",
     "planning/choice.py",
+    "sequence/runs.py",
     "torch_private.py",
+    "transport/nccl_channels.py",
 }
+
+# Figures that a GPU or a network can settle, and words that say where a figure comes from. Times of
+# the host are known without a GPU.
+FIGURE = re.compile(
+    r"\d (?:GB/s|TB/s|TFLOP/s|us|ms)\b|\d % (?:faster|slower|less time|more time)|gain \d+ %"
+)
+ORIGIN = re.compile(
+    r"\b(?:estimate[sd]?|assume[sd]?|predict\w*|simulat\w+|model|by the rates|measured?|published"
+    r"|datasheets?|bench\w*|host|CPU|processor)\b",
+    re.IGNORECASE,
+)
+# A page of measured figures only, which tests/integration/test_readme.py compares with their rows.
+MEASURED_PAGES = {"docs/figures.md"}
+
+
+def figures_without_origin(text: str) -> list[str]:
+    """Return figures of speed in paragraphs that do not say whether they are estimates."""
+    written = re.sub(r'"[\d.]+ \w+"', "", text)  # texts of a format, not figures
+    paragraphs = re.split(r"\n\s*(?:#\s*)?\n", written)
+    found = [(FIGURE.search(one), ORIGIN.search(one)) for one in paragraphs]
+    return [figure.group() for figure, origin in found if figure and not origin]
 
 
 def stages() -> dict[str, Stage]:
@@ -66,6 +90,29 @@ def test_each_file_that_estimates_has_a_row() -> None:
             continue
         if re.search(r"\b([Ee]stimate[sd]?|[Aa]ssumed)\b", path.read_text()):
             assert name in files, name
+
+
+def test_each_figure_of_speed_says_where_it_comes_from() -> None:
+    """Nothing was timed on a GPU: an estimate has the word in its paragraph."""
+    paths = [ROOT / "README.md"]
+    for folder in ("ring_attn", "kernels", "bench", "examples"):
+        paths += (ROOT / folder).rglob("*.py")
+    paths += (ROOT / "docs").glob("*.md")
+    found = {}
+    for path in paths:
+        name = str(path.relative_to(ROOT))
+        if name not in MEASURED_PAGES and (figures := figures_without_origin(path.read_text())):
+            found[name] = figures
+    assert not found, f"say whether these are estimates or measured: {found}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A channel moves 22 GB/s.", "x\n\n# It takes 8 us.\n\n# An estimate.", "1.5 % slower"],
+)
+def test_a_figure_without_its_word_is_found(text: str) -> None:
+    assert figures_without_origin(text)
+    assert not figures_without_origin(f"{text} This is an estimate.".replace("\n\n", "\n"))
 
 
 def test_a_new_estimate_of_a_rate_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ring_attn.torch_private import refuse_other_nccl
+from ring_attn.torch_private import Untyped, nccl_class
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import as_facts
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
@@ -54,6 +54,7 @@ class Connection:
         self.devices: dict[str, torch.device] = {}
         self._member, self._store = member, store
         self._group = weakref.ref(group)
+        self._nccl: Untyped = None
         self._lock = threading.Lock()
         self._meetings = Meetings(store.store, member.global_rank, member.global_ranks)
         self._meeting = ""
@@ -63,10 +64,10 @@ class Connection:
         self._side: Stream | None = None
 
     def check_nccl(self, device: torch.device) -> None:
-        """Refuse classes of NCCL process groups that are not supported."""
+        """Find torch's class of NCCL's communicators; refuse one that is not supported."""
         group = self._group()
         if group is not None and streams.are_used(device):
-            refuse_other_nccl(group)
+            self._nccl = nccl_class(group)
 
     def check_device(self, device: torch.device) -> None:
         """Refuse tensors on another device than the rank's first call had."""
@@ -100,7 +101,8 @@ class Connection:
         member, store = self._member, self._store.store
         link: Link
         if streams.are_used(device):
-            link = NcclLink(store, self._meeting, member.rank, member.global_ranks)
+            nccl, meeting = self._nccl, self._meeting
+            link = NcclLink(nccl, store, meeting, member.rank, member.global_ranks)
         else:
             link = GlooLink(
                 store,

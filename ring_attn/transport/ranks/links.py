@@ -27,9 +27,9 @@ from ring_attn.torch_private import (
     PrefixStore,
     Store,
     Untyped,
-    nccl_class,
+    connects_when_made,
     nccl_options,
-    num_process_groups,
+    num_high_priority_groups,
 )
 from ring_attn.transport import capture, streams
 from ring_attn.transport.base import Ranks
@@ -207,15 +207,17 @@ class CommunicatorEnd(threading.Thread):
 def _warn_of_shared_streams() -> None:
     """Warn if communicators of this process share a stream of torch, and so wait for each other.
 
-    Each communicator takes the next of torch's high-priority streams, which go round, and so do
-    the process groups of other libraries. Nobody can ask torch which one a communicator has.
+    Each communicator takes the next of torch's high-priority streams, which go round, and so does
+    each process group that asks for high priority. torch accepts no other stream for a
+    communicator, and does not say which one it has. By default process groups have streams of the
+    lowest priority, and those of FSDP have one between: they are of other pools.
     """
-    num_ours, num_groups = streams.num_held(), num_process_groups()
+    num_ours, num_groups = streams.num_held(), num_high_priority_groups()
     if num_ours + num_groups > streams.POOL:
         logger.warning(
-            "%d streams of ring_attn and %d process groups of this rank share the %d high-priority "
-            "streams that torch has on a device: exchanges on one stream wait for each other. "
-            "Destroy process groups that are not used any more",
+            "%d streams of ring_attn and %d process groups of high priority of this rank share the "
+            "%d high-priority streams that torch has on a device: exchanges on one stream wait for "
+            "each other. Destroy process groups that are not used any more",
             num_ours,
             num_groups,
             streams.POOL,
@@ -225,8 +227,11 @@ def _warn_of_shared_streams() -> None:
 class NcclLink:
     """NCCL's communicators, each made by its members together at its first use."""
 
-    def __init__(self, store: Store, meeting: str, rank: int, global_ranks: Ranks) -> None:
-        self._store, self._meeting, self._rank = store, meeting, rank
+    def __init__(
+        self, nccl: Untyped, store: Store, meeting: str, rank: int, global_ranks: Ranks
+    ) -> None:
+        """Prepare the link; `nccl` is torch's class of communicators."""
+        self._nccl, self._store, self._meeting, self._rank = nccl, store, meeting, rank
         self._global_ranks = global_ranks
         self.channels: dict[tuple[Ranks, Channel, int], NcclChannel] = {}
         self._ends: list[CommunicatorEnd] = []
@@ -262,19 +267,30 @@ class NcclLink:
         everyone = [self._global_ranks[member] for member in members]
         global_rank = self._global_ranks[self._rank]
         meet(Rendezvous(self._store, name, global_rank, everyone), seconds)
-        options = nccl_options(name, seconds + GRACE_S, max_ctas, everyone)
+        options = nccl_options(self._nccl, name, seconds + GRACE_S, max_ctas, everyone)
         store, rank = PrefixStore(name, self._store), members.index(self._rank)
-        communicator: Untyped = nccl_class()(store, rank, len(members), options)
-        self._ends.append(CommunicatorEnd(communicator, name))
-        _warn_of_shared_streams()
-        # Splitting another communicator would need all of its ranks.
-        connect = partial(communicator.eager_connect_single_device, device)
+        make = partial(self._nccl, store, rank, len(members), options)
         try:
-            # NCCL itself waits for ranks without limit.
-            bounded(connect, seconds)
+            return self._connected(make, name, seconds, device)
         except (RuntimeError, TimeoutError) as error:
             recheck = Rendezvous(self._store, f"{name}/left", global_rank, everyone)
             raise not_connected(recheck, error) from error
+
+    def _connected(
+        self, make: Callable[..., Untyped], name: str, seconds: float, device: torch.device
+    ) -> Untyped:
+        """Make a communicator and connect it within some seconds; NCCL itself has no limit.
+
+        A new one is not split off another one, whose ranks would all have to take part.
+        """
+        if connects_when_made(self._nccl):
+            communicator = bounded(partial(make, device), seconds)
+            self._ends.append(CommunicatorEnd(communicator, name))
+        else:
+            communicator = make()
+            self._ends.append(CommunicatorEnd(communicator, name))
+            bounded(partial(communicator.eager_connect_single_device, device), seconds)
+        _warn_of_shared_streams()
         return communicator
 
     def overdue(self, seconds: float | None = None) -> Posted | None:
