@@ -139,12 +139,12 @@ class Mean(NamedTuple):
     Attributes:
         place: file and line of the code.
         value: the mean.
-        count: how many values it is the mean of.
+        num_values: how many values it is the mean of.
     """
 
     place: str
     value: Tensor
-    count: int
+    num_values: int
 
 
 @dataclass

@@ -312,8 +312,8 @@ def _means(ranks: Sequence[Outcome]) -> Iterator[Trial]:
     values: dict[int, Tensor] = {}
     for i, means in enumerate(zip(*each, strict=True)):
         if len({mean.value.shape for mean in means}) == 1:
-            total = sum(mean.count for mean in means)
-            parts = [mean.value.double().nan_to_num() * mean.count for mean in means]
+            total = sum(mean.num_values for mean in means)
+            parts = [mean.value.double().nan_to_num() * mean.num_values for mean in means]
             values[i] = torch.stack(parts).sum(0) / total
             wrong.setdefault(means[0].place, []).append(i)
     subsets = [[*wrong]] if len(wrong) == 1 else [[*wrong], *([place] for place in wrong)]
@@ -324,14 +324,14 @@ def _means(ranks: Sequence[Outcome]) -> Iterator[Trial]:
             rank: {
                 ("mean", i): (
                     values[i],
-                    of_rank[i].count * len(ranks) / sum(means[i].count for means in each),
+                    of_rank[i].num_values * len(ranks) / sum(means[i].num_values for means in each),
                 )
                 for i in indices
             }
             for rank, of_rank in enumerate(each)
         }
         counts = ", ".join(
-            f"{of_rank[indices[0]].count} on rank {r}" for r, of_rank in enumerate(each)
+            f"{of_rank[indices[0]].num_values} on rank {r}" for r, of_rank in enumerate(each)
         )
         text = (
             f"a mean in {listed(chosen)} is over the rows of one rank ({counts}): sum over the "
