@@ -36,7 +36,7 @@ from ring_attn.testing.ranks import calls_of
 from tests import recurrences
 from tests.bounds import assert_holds
 from tests.distributed import test_neighbours as neighbours
-from tests.distributed.pool import Pools, RankError
+from tests.distributed.pool import Pools
 from tests.drawn import flash_masks, layouts, layouts_for, made_masks, slice_masks, table_masks
 from tests.unit.test_programs import sent, strategies
 
@@ -130,13 +130,7 @@ def attention(case: Call, processes: Pools | None = None) -> bool:
         faults = check(programs_of(ranks, backward=backward), ranks[0])
         assert not faults, faults
     run = None if processes is None else processes(case.world_size).run
-    try:
-        ran = run_all_ranks(case, case.world_size, run)
-    except RankError as error:
-        # Boundaries that end where the rows of a rank end are taken for those of one rank.
-        if "must have the boundaries in the whole sequence" in str(error):
-            return False
-        raise
+    ran = run_all_ranks(case, case.world_size, run)
     assert not ran.failures, ran.failures
     planned = zip(sent(ranks), sent(ranks, backward=True), strict=True)
     assert list(ran.sent) == list(planned)

@@ -10,15 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn.call import Options
+from ring_attn.call import Documents, Options
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.torch_private import group_by_name
 
-# Boundaries of the documents of queries and of keys.
-Documents = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 # `SequenceLayout.numbers` of the layouts of queries and of keys.
 LayoutNumbers = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -131,8 +129,9 @@ def layouts_and_mask(
     if given_mask is not None:
         checks.check_given_mask(given_mask, layout_q.seqlen, layout_kv.seqlen)
         return layouts, given_mask
-    checks.check_not_local("cu_seqlens", totals[0], layout_q, rank)
-    checks.check_not_local("cu_seqlens_k", totals[1], layout_kv, rank)
+    checks.warn_if_local("cu_seqlens", totals[0], layout_q)
+    if cu_k != cu_q:
+        checks.warn_if_local("cu_seqlens_k", totals[1], layout_kv)
     mask = Mask(
         layout_q.seqlen,
         layout_kv.seqlen,

@@ -27,14 +27,13 @@ from torch import Tensor
 from ring_attn.attention import drivers
 from ring_attn.attention.arguments import (
     Arguments,
-    Documents,
     LayoutNumbers,
     Request,
     layouts_and_mask,
     strategy_of,
 )
 from ring_attn.attention.first_use import proven_backend
-from ring_attn.call import Call, Options, purpose_of
+from ring_attn.call import Call, Documents, Options, purpose_of
 from ring_attn.checks import attention as checks
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.heads import share_heads
@@ -185,6 +184,8 @@ def run_attention(
         transport = open_p2p(request.group, request.options.transport)
         if arguments.needs_even_rows:
             transport.check_even((q.size(1), k.size(1)), q.device)
+        if arguments.cu_seqlens is not None and call.documents_like_of_one_rank is not None:
+            transport.check_documents(*call.documents_like_of_one_rank, q.device)
         with transport.call("forward", agreement, q.device, sinks=sinks) as number:
             out, lse, saved, max_logits = drivers.forward(call, q, k, v, transport, sinks)
     if not request.options.differentiated:

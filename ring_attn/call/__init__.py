@@ -3,7 +3,7 @@
 arguments -> Options -> operator of torch.library -> Call -> programs -> machines
 """
 
-from ring_attn.call.calls import Call, DecodeCall, GradientPlan, facts_of, purpose_of
+from ring_attn.call.calls import Call, DecodeCall, Documents, GradientPlan, facts_of, purpose_of
 from ring_attn.call.options import (
     AttentionOptions,
     DecodeOptions,
@@ -24,6 +24,7 @@ __all__ = [
     "DecodeCall",
     "DecodeOptions",
     "DistributedOptions",
+    "Documents",
     "ExecutionOptions",
     "GradientPlan",
     "Layout",

@@ -30,6 +30,10 @@ class GradientPlan(NamedTuple):
     in_order: bool
 
 
+# Boundaries of the documents of queries and of keys.
+Documents = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeCall:
     """A call of `tree_decode`, which has neither the rows of the cache nor the ranks.
@@ -96,6 +100,22 @@ class Call(DecodeCall):
     def ranks(self) -> OneRank:
         """The peers, rows and tiles of this rank."""
         return OneRank(self.layouts, self.mask, self.rank)
+
+    @cached_property
+    def documents_like_of_one_rank(self) -> Documents | None:
+        """The boundaries of documents, if they end where the rows of a rank end and others follow.
+
+        The boundaries of one rank's documents end there, too, and may be different on every rank.
+        """
+        arguments = self.mask.arguments
+        if arguments is None or self.world_size == 1:
+            return None
+        documents = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+        for boundaries, layout in zip(documents, self.layouts, strict=True):
+            end = 0 if boundaries is None else boundaries[-1]
+            if 0 < end < layout.seqlen and end in layout.shard_lens:
+                return documents
+        return None
 
     def facts(self) -> dict[str, object]:
         """Return the values that must be equal on all ranks, by name."""

@@ -9,6 +9,7 @@ an argument that is wrong on every rank raises an error on every rank.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, MutableMapping, Sequence
 from difflib import get_close_matches
 from typing import cast
@@ -419,7 +420,7 @@ def check_layout(
             f"with {layout.seqlen}; rows after the end of cu_seqlens are padding"
         )
     if layout.shard_len(rank) != rows:
-        if total == rows:
+        if total == rows == layout.seqlen:
             remedy = (
                 "cu_seqlens must have the boundaries in the whole sequence of all ranks, but it "
                 f"ends at {total}, where this rank's rows end; if all rows are on one rank, pass a "
@@ -437,17 +438,19 @@ def check_layout(
         )
 
 
-def check_not_local(name: str, total: int | None, layout: SequenceLayout, rank: int) -> None:
-    """Refuse boundaries that end where this rank's rows end, before the end of the sequence.
+def warn_if_local(name: str, total: int | None, layout: SequenceLayout) -> None:
+    """Warn about boundaries that may count the rows of one rank instead of the whole sequence.
 
-    They count the rows of one rank. Rows after the last boundary would be padding.
+    Boundaries that end where the rows of every rank end have two meanings: those of one rank, the
+    same on every rank by mistake, or those of a sequence whose other rows are padding. No rank can
+    distinguish them, so the call runs with the second meaning.
     """
-    if layout.world_size > 1 and 0 < layout.shard_len(rank) == (total or 0) < layout.seqlen:
-        raise ValueError(
-            f"{name} must have the boundaries in the whole sequence of {layout.seqlen} rows, but "
-            f"it ends at {total}, where the rows of rank {rank} end: pass the same, global "
-            "boundaries on every rank; if the other rows are padding, pass the end of the sequence "
-            "as one more boundary"
+    if total and total < layout.seqlen and set(layout.shard_lens) == {total}:
+        warnings.warn(
+            f"{name} ends at {total}, where the rows of every rank end, so none of its documents "
+            f"has the other {layout.seqlen - total} rows of the sequence. If these are the "
+            f"boundaries of one rank's documents, pass those of the whole sequence as {name}",
+            stacklevel=2,
         )
 
 

@@ -148,7 +148,8 @@ def audit(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=parse_ranks,
         metavar="N",
-        help=f"numbers of ranks (default: {sizes}; with --quick 2)",
+        help=f"numbers of ranks (default: {sizes}, and one more if these have equally many rows; "
+        "with --quick 2)",
     )
     add(
         "--timeout",

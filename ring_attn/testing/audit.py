@@ -15,20 +15,29 @@ import torch
 
 from ring_attn.core.names import AUDITED_SIZES
 from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, distance, stacked
-from ring_attn.testing.launch import run_ranks
+from ring_attn.testing.launch import run_forked
 from ring_attn.testing.observe import Change, Outcome, Step, run_step
 from ring_attn.testing.rounding import rounding_bound
+from ring_attn.testing.trials import listed
 from ring_attn.values.checks import as_ints
 
 # Runs of the twin with random roundings.
 NUM_NOISY = 8
 
+# Modules that every rank needs, and those that it needs for models of transformers.
+PRELOADED = ("ring_attn.testing.audit",)
+PRELOADED_TRANSFORMERS = ("transformers.modeling_utils",)
+
+# The largest number of ranks that is audited without being asked for.
+MOST_RANKS = 7
+
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `audit`: a diagnosis for each world size."""
+    """The result of `audit`: a diagnosis for each world size, and what was not tested."""
 
     diagnoses: tuple[Diagnosis, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -50,12 +59,12 @@ class Report:
                 verdicts = [differences[key] for key in unexplained]
                 worst = sorted(verdicts, key=lambda verdict: -verdict.ratio)
                 lines += [f"    {verdict}" for verdict in worst[:4]]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def audit(
     step: Step | str,
-    world_size: int | Sequence[int] = AUDITED_SIZES,
+    world_size: int | Sequence[int] | None = None,
     *,
     timeout: float = 120.0,
     tiny: bool = False,
@@ -72,7 +81,8 @@ def audit(
     Args:
         step: a function without arguments at the top level of a module, or "file.py:function". It
             returns its model, or (model, loss), or (model, loss, evaluation loss).
-        world_size: one or several numbers of ranks.
+        world_size: one or several numbers of ranks. None is 2, 3 and 4; and one more, up to 7, if
+            all ranks of these have equally many rows, because means of means are then right.
         timeout: seconds that one run of the step may take.
         tiny: whether models of transformers get 2 layers, few heads and random weights, whatever
             the step asks for.
@@ -91,33 +101,43 @@ def audit(
             differ.
         TimeoutError: ranks hang.
     """
-    sizes = (world_size,) if isinstance(world_size, int) else as_ints("world_size", world_size)
+    given = AUDITED_SIZES if world_size is None else world_size
+    sizes = (given,) if isinstance(given, int) else as_ints("world_size", given)
     if not sizes or min(sizes) < 2:
         raise ValueError(f"world_size must be numbers of at least 2 ranks, got {world_size}")
     function = in_file(step) if isinstance(step, str) else step
+    uses_transformers = tiny or "transformers" in sys.modules or _mentions_transformers(step)
+    preload = [*PRELOADED, *(PRELOADED_TRANSFORMERS if uses_transformers else ())]
 
     def runs(changes: Sequence[Mapping[int, Change]], num: int) -> list[list[Outcome]]:
         bytes_per_rank = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num
         start_s = 60.0  # of processes and their imports
-        outcomes_by_rank = run_ranks(
+        outcomes_by_rank = run_forked(
             run_step,
             num,
             function,
             changes,
             bytes_per_rank,
             tiny,
-            device="cpu",
+            preload=preload,
             timeout=timeout * len(changes) + start_s,
         )
         return [list(outcomes) for outcomes in zip(*outcomes_by_rank, strict=True)]
 
-    return judge(sizes, runs, on_stage)
+    return judge(sizes, runs, on_stage, may_add=world_size is None)
 
 
 def judge(
-    sizes: Sequence[int], runs: Runs, on_stage: Callable[[str, int, int], None] | None = None
+    sizes: Sequence[int],
+    runs: Runs,
+    on_stage: Callable[[str, int, int], None] | None = None,
+    *,
+    may_add: bool = False,
 ) -> Report:
-    """Return the report on a step, whose runs `runs` returns; see `audit`."""
+    """Return the report on a step, whose runs `runs` returns; see `audit`.
+
+    `may_add` is whether to add a number of ranks that gives them different numbers of rows.
+    """
     num_stages = 1 + len(sizes)
     if on_stage is not None:
         on_stage("one process", 0, num_stages)
@@ -138,12 +158,43 @@ def judge(
             "are drawn without a seed, or depend on the time; set a seed in the step"
         )
     diagnoses = []
+    have_even_rows = True
     for number, size in enumerate(sizes, 1):
         if on_stage is not None:
             on_stage(f"{size} ranks", number, num_stages)
         (ranks,) = runs([{}], size)
+        have_even_rows &= _have_even_rows(ranks)
         diagnoses.append(diagnose(bounds, twin, ranks, runs))
-    return Report(tuple(diagnoses))
+    report = Report(tuple(diagnoses))
+    if not report.ok or not have_even_rows:
+        return report
+    length = twin.fed()[0].tokens.size(-1)
+    uneven = next((n for n in range(2, MOST_RANKS + 1) if n not in sizes and length % n), None)
+    untested = (
+        "not tested: ranks with different numbers of rows, for which a mean over a rank's own rows "
+        f"is wrong; {length} rows are equally many on each of {listed(sizes)} ranks"
+    )
+    if uneven is None or not may_add:
+        advice = "a batch of another length" if uneven is None else f"{uneven} ranks, too"
+        return Report(report.diagnoses, (f"{untested}: audit {advice}",))
+    try:
+        (ranks,) = runs([{}], uneven)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1]
+        return Report(report.diagnoses, (f"{untested}, and on {uneven} the step raises {reason}",))
+    return Report((*report.diagnoses, diagnose(bounds, twin, ranks, runs)))
+
+
+def _have_even_rows(ranks: Sequence[Outcome]) -> bool:
+    """Return whether all ranks have equally many tokens in their first forward."""
+    rows = [[forward.tokens.size(-1) for forward in rank.fed()[:1]] for rank in ranks]
+    return bool(rows[0]) and all(of_rank == rows[0] for of_rank in rows)
+
+
+def _mentions_transformers(step: Step | str) -> bool:
+    """Return whether the file of a step has the word `transformers`."""
+    path = Path(step.rpartition(":")[0]) if isinstance(step, str) else None
+    return path is not None and "transformers" in path.read_text()
 
 
 def in_file(step: str) -> Step:

@@ -8,38 +8,22 @@ disappears.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.oracle import Verdict
-from ring_attn.testing.observe import IGNORED, Change, Outcome
+from ring_attn.testing.observe import Change, Outcome
+from ring_attn.testing.trials import Finding, Trial, listed, trials_of
 
 LOSSES = ("loss", "evaluation loss")
 
 # Runs the step with changes by rank, on a number of ranks: outcomes by run and rank.
 Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome]]]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A broken contract.
-
-    Attributes:
-        contract: its name.
-        text: what is wrong, where, and how to fix it.
-        tested: how this was tested.
-    """
-
-    contract: str
-    text: str
-    tested: str
 
 
 @dataclass(frozen=True)
@@ -50,38 +34,6 @@ class Diagnosis:
     differences: dict[str, Verdict]
     findings: list[Finding]
     unexplained: list[str]
-
-
-class Trial(NamedTuple):
-    """A run with changes; if it has the results of the twin, the finding is right.
-
-    Attributes:
-        finding: the hypothesis.
-        changes: by rank; the twin has those of rank 0.
-        on_ranks: whether the ranks run with the changes.
-        in_twin: whether the twin, in its one process, runs with the changes.
-    """
-
-    finding: Finding
-    changes: Mapping[int, Change]
-    on_ranks: bool
-    in_twin: bool
-
-
-class Held(NamedTuple):
-    """The columns of the twin's batch that a rank holds in a forward.
-
-    Attributes:
-        rank: the rank.
-        number: number of the rank's forward.
-        twin_number: number of the twin's forward.
-        columns: positions in the sequence.
-    """
-
-    rank: int
-    number: int
-    twin_number: int
-    columns: Tensor
 
 
 class Explanation(NamedTuple):
@@ -127,13 +79,7 @@ def _by_trials(
     unexplained: Sequence[str],
 ) -> list[Explanation]:
     """Run all trials, and return an explanation for each: its finding, and rules for the rest."""
-    _, held = min((held_by(name, twin, ranks) for name in LAYOUTS), key=lambda found: found[0])
-    trials = [
-        *_inputs(twin, ranks, held),
-        *_denominators(ranks),
-        *_attention(twin, ranks, held),
-        *_dropout(ranks, unexplained),
-    ]
+    trials = [*trials_of(twin, ranks, unexplained)]
     explanations = []
 
     def explain(trial: Trial, comparison: Comparison) -> None:
@@ -147,6 +93,8 @@ def _by_trials(
     for trial in trials:
         of_ranks = new_ranks.get(id(trial), ranks)
         (of_twin,) = new_twins.get(id(trial), [twin])
+        if not of_twin.results:  # the twin cannot run with this change
+            continue
         change = trial.changes[0] if trial.in_twin else {}
         explain(trial, compared(bounds, of_twin, of_ranks, runs, change))
     return explanations
@@ -165,6 +113,7 @@ class Comparison:
 
     Attributes:
         given: each result of all ranks, (ranks, *shape); a loss may be reported by one rank.
+        after_backward: for each rank, `Outcome.after_backward`.
         differences: the results that differ by more than their bounds.
     """
 
@@ -173,6 +122,7 @@ class Comparison:
         self.twin = twin.results
         self.num = len(ranks)
         self.given = {key: stacked(key, twin, ranks) for key in self.twin}
+        self.after_backward = [rank.after_backward for rank in ranks]
         self.differences: dict[str, Verdict] = {}
         for key, given in self.given.items():
             verdict = self.verdict(key, given)
@@ -273,6 +223,11 @@ def by_numbers(given: Comparison) -> Explanation:
     if factor is not None:
         findings.append(_wrong_scale(gradients, factor))
         gradients = []
+    if gradients:
+        factors = _factors_of_ranks(given, gradients)
+        if factors is not None:
+            findings.append(_scaled_before_the_sum(gradients, factors))
+            gradients = []
     for key in [*losses]:
         for ratio, how in (
             (Fraction(given.num), "counts each rank"),
@@ -296,6 +251,60 @@ def _missing_sum(given: Comparison, gradients: Sequence[str]) -> Finding:
     return Finding("gradient sum", text, tested)
 
 
+def _factors_of_ranks(given: Comparison, gradients: Sequence[str]) -> list[float] | None:
+    """Return a factor for each rank, by which its gradients were multiplied before they were added.
+
+    Return None if there are no such factors, if they are equal, or if the plain sum is not a
+    multiple of the twin's gradients.
+    """
+    names = [key.removeprefix("gradient of ") for key in gradients]
+    if any(name not in after for name in names for after in given.after_backward):
+        return None
+    # (ranks, elements of all gradients)
+    parts = torch.stack(
+        [
+            torch.cat([after[name].double().flatten() for name in names])
+            for after in given.after_backward
+        ]
+    )
+    used = torch.cat([given.given[key][0].flatten() for key in gradients])
+    right = torch.cat([given.twin[key].double().flatten() for key in gradients])
+    total = parts.sum(0)
+    if not all(x.isfinite().all() and x.any() for x in (parts, used, right, total)):
+        return None
+    factors = torch.linalg.lstsq(parts @ parts.mT, parts @ used).solution
+    of_twin = (right @ total) / total.square().sum()
+    sizes = [given.twin[key].numel() for key in gradients]
+    for key, got, fit, of_sum, of_right in zip(
+        gradients,
+        used.split(sizes),
+        (factors @ parts).split(sizes),
+        (of_twin * total).split(sizes),
+        right.split(sizes),
+        strict=True,
+    ):
+        bound = given.bounds[key]
+        if float((got - fit).norm()) > bound or float((of_right - of_sum).norm()) > bound:
+            return None
+    if float(factors.max() - factors.min()) < 1e-3 * float(factors.abs().max()):
+        return None
+    return [float(factor) for factor in factors]
+
+
+def _scaled_before_the_sum(gradients: Sequence[str], factors: Sequence[float]) -> Finding:
+    """Return the finding that ranks scale gradients by different factors before they add them."""
+    shown = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))
+    text = (
+        f"{len(gradients)} gradients ({listed(gradients)}) are scaled before they are summed over "
+        f"the ranks (by {shown}), as by clipping: call sync_gradients first, then clip"
+    )
+    tested = (
+        "with these factors, the gradients after the backward add up to the ranks' gradients, and "
+        "without factors to a multiple of the twin's"
+    )
+    return Finding("gradient sum", text, tested)
+
+
 def _wrong_scale(gradients: Sequence[str], factor: Fraction | float) -> Finding:
     """Return the finding that gradients are a multiple of the twin's gradients."""
 
@@ -308,194 +317,3 @@ def _wrong_scale(gradients: Sequence[str], factor: Fraction | float) -> Finding:
         f"{how}; multiply the loss by {shown(1 / factor)}, or sum once with sync_gradients"
     )
     return Finding("gradient scale", text, "all numbers of these gradients have this ratio")
-
-
-def held_by(name: str, twin: Outcome, ranks: Sequence[Outcome]) -> tuple[float, list[Held]]:
-    """Return how many tokens differ from the twin's if ranks hold the columns of a layout.
-
-    Return also these columns. The number is infinite if the shapes do not fit the layout.
-    """
-    num_wrong, held = 0.0, []
-    forwards = zip(twin.fed(), *(rank.fed() for rank in ranks), strict=False)
-    for twin_forward, *rank_forwards in forwards:
-        right = twin_forward.tokens  # (batch, seqlen)
-        seqlen = sum(forward.tokens.size(1) for forward in rank_forwards)
-        layout = SequenceLayout.from_name(name, max(len(ranks), seqlen), len(ranks))
-        for rank, (number, tokens) in enumerate(rank_forwards):
-            columns = layout.position_ids(rank)
-            if tokens.shape != (len(right), len(columns)) or seqlen > right.size(1):
-                return math.inf, []
-            held.append(Held(rank, number, twin_forward.number, columns))
-            num_wrong += int((right[:, columns] != tokens).sum())
-    return num_wrong, held
-
-
-class FedInput(NamedTuple):
-    """An input of the ranks, for trials.
-
-    Attributes:
-        contract: name of the contract.
-        text_name: name of the input in texts.
-        replaced: the inputs that a trial replaces.
-        advice: how to fix the input.
-    """
-
-    contract: str
-    text_name: str
-    replaced: tuple[str, ...]
-    advice: str
-
-
-CUT = "cut them by the layout of the tokens, as shard_batch does"
-FED = {
-    "tokens": FedInput("batch", "tokens", ("tokens", "targets"), "all ranks must draw one batch"),
-    "positions": FedInput("positions", "position_ids", ("positions",), CUT),
-    "targets": FedInput("labels", "labels", ("targets",), f"shift once, mask, and {CUT}"),
-}
-
-
-def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
-    """Yield trials in which the twin gets the inputs of the ranks."""
-    for name, fed in FED.items():
-        changes = _inputs_of_ranks(fed.replaced, twin, ranks, held)
-        wrong: set[int] = set()  # columns
-        for (number, changed_name), new in changes.items():
-            if changed_name == name:
-                right = twin.forwards[number].values(name)
-                assert right is not None, "changes replace only inputs that the twin has"
-                differs = (new != right).any(0)  # (columns,)
-                wrong |= set(differs.nonzero().flatten().tolist())
-        if not wrong:
-            continue
-        holders = {one.rank for one in held if wrong & set(one.columns.tolist())}
-        text = (
-            f"{fed.text_name} of rows {listed(sorted(wrong))} (rank {listed(holders) or 'none'}) "
-            f"are missing or not the twin's: {fed.advice}"
-        )
-        if name == "targets" and wrong <= _segment_ends(held):
-            text += "; shifted after cutting, the last row of a segment loses its label"
-        tested = f"the twin ran again with the {fed.text_name} of the ranks, and had their results"
-        finding = Finding(fed.contract, text, tested)
-        yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True)
-
-
-def _inputs_of_ranks(
-    names: Sequence[str], twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]
-) -> dict[tuple[int, str], Tensor]:
-    """Return a change of the twin that puts inputs of all ranks in the columns that they hold."""
-    changes: dict[tuple[int, str], Tensor] = {}
-    for rank, number, twin_number, columns in held:
-        for name in names:
-            given = ranks[rank].forwards[number].values(name)
-            right = twin.forwards[twin_number].values(name)
-            if given is None or right is None:
-                continue
-            key = twin_number, name
-            if key not in changes:
-                is_targets = name == "targets"
-                changes[key] = torch.full_like(right, IGNORED) if is_targets else right.clone()
-            changes[key][:, columns] = given
-    return changes
-
-
-def _segment_ends(held: Sequence[Held]) -> set[int]:
-    """Return the last columns of the segments that ranks hold."""
-    ends: set[int] = set()
-    for one in held:
-        next_columns = F.pad(one.columns[1:], (0, 1))
-        ends |= set(one.columns[next_columns != one.columns + 1].tolist())
-    return ends
-
-
-def _denominators(ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    """Yield trials in which ranks divide cross-entropies by the mean count of targets.
-
-    They change all cross-entropies, or those of one head, such as a second head.
-    """
-    # For each rank, the counts of targets by forward and cross-entropy.
-    counts = [
-        {
-            (number, i): count
-            for number, forward in enumerate(rank.forwards)
-            for i, count in enumerate(forward.counts)
-        }
-        for rank in ranks
-    ]
-    keys = list(counts[0])
-    if any(list(of_rank) != keys for of_rank in counts):
-        return
-    heads = {i: [key for key in keys if key[1] == i] for _, i in keys}
-    subjects = {"the loss": keys}
-    if len(heads) > 1:
-        subjects |= {f"cross-entropy {i}": keys_of_head for i, keys_of_head in heads.items()}
-    all_targets = {key: sum(of_rank[key] for of_rank in counts) for key in keys}
-    for subject, chosen in subjects.items():
-        totals = [sum(of_rank[key] for key in chosen) for of_rank in counts]
-        if len(set(totals)) == 1:
-            continue
-        # The mean over the rank's own targets, times its share of all targets, times the ranks.
-        changes = {
-            rank: {key: of_rank[key] * len(counts) / (all_targets[key] or 1) for key in chosen}
-            for rank, of_rank in enumerate(counts)
-        }
-        given = ", ".join(f"{total} on rank {rank}" for rank, total in enumerate(totals))
-        text = (
-            f"{subject} is divided by each rank's own count of targets ({given}): divide by the "
-            "targets of the whole batch"
-        )
-        tested = "the ranks ran again with this denominator, and had the twin's results"
-        finding = Finding("denominator", text, tested)
-        yield Trial(finding, changes, on_ranks=True, in_twin=False)
-
-
-def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
-    """Yield trials in which the twin's attention has a mask that the ranks may have by mistake."""
-    if not held:
-        return
-    length = twin.forwards[held[0].twin_number].fed["tokens"].size(-1)
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    owner = torch.full((length,), -1)  # rank of each column
-    for one in held[: len(ranks)]:  # of the first forward
-        owner[one.columns] = one.rank
-    same_owner = owner[:, None] == owner  # (length, length)
-    lost_mask = Finding(
-        "mask",
-        "the mask, or the documents' boundaries, are not seen by the attention of the ranks: give "
-        "it attention_mask or cu_seqlens of the whole sequence",
-        "the twin ran again without this mask, and had the results of the ranks",
-    )
-    local = Finding(
-        "attention",
-        "attention sees only the rows of its own rank: make it ring_attention, or see that the "
-        "model's attention function is the one that was replaced",
-        "the twin ran again with attention within the rows of each rank, and had their results",
-    )
-    for finding, seen in (
-        (lost_mask, causal),
-        (lost_mask, torch.ones_like(causal)),
-        (local, causal & same_owner),
-    ):
-        yield Trial(finding, {0: {("seen",): seen}}, on_ranks=False, in_twin=True)
-
-
-def _dropout(ranks: Sequence[Outcome], unexplained: Sequence[str]) -> Iterator[Trial]:
-    """Yield a trial without dropout, on the ranks and in the twin."""
-    if not any(rank.has_dropout for rank in ranks):
-        return
-    if set(unexplained) == {"evaluation loss"}:
-        text = "the evaluation has dropout, as in training: call model.eval() before it"
-    else:
-        text = (
-            "dropout draws other numbers on the ranks than in one process. In training this is "
-            "right, if ranks draw different numbers; audit a step without dropout, and call "
-            "model.eval() before an evaluation"
-        )
-    tested = "the ranks and the twin ran again without dropout, and had equal results"
-    changes = {rank: {("no dropout",): True} for rank in range(len(ranks))}
-    yield Trial(Finding("dropout", text, tested), changes, on_ranks=True, in_twin=True)
-
-
-def listed(numbers: Iterable[object]) -> str:
-    """Return the first eight names or numbers as a text."""
-    texts = [str(x).removeprefix("gradient of ") for x in numbers]
-    return ", ".join(texts[:8]) + (" and more" if len(texts) > 8 else "")

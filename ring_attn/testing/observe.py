@@ -1,18 +1,23 @@
 """Observation of a user's training step on a rank: its inputs and its results.
 
-The step runs as written. Recorded are the tokens and positions of each forward, the targets of
-`F.cross_entropy`, gradients before they are clipped or used, and the values that the step returns.
-A `Change` replaces some of them, to test a hypothesis about their effect.
+The step runs as written. Recorded are the tokens and positions of each forward, the numbers that
+code gives to rows, means over rows, the masks of `ring_attention`, and the targets of
+`F.cross_entropy`; gradients after the backward, and before they are clipped or used; and the values
+that the step returns. A `Change` replaces some of them, to test a hypothesis about their effect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import resource
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -23,6 +28,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ring_attn.attention import drivers
+from ring_attn.call import Call
+from ring_attn.core.mask import Mask
 from ring_attn.testing.rounding import RandomRounding
 from ring_attn.testing.tiny import tiny_models
 from ring_attn.values.probing import probing
@@ -33,8 +41,25 @@ WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
 # A user's training step: a function without arguments.
 Step = Callable[[], object]
 
-# Functions that are observed, each by a method of its name.
-OBSERVED = (F.embedding, F.cross_entropy, F.scaled_dot_product_attention, F.dropout)
+# Functions that are observed, and the methods that do so.
+OBSERVED: dict[Callable[..., object], str] = {
+    F.embedding: "_embedding",
+    F.cross_entropy: "_cross_entropy",
+    F.scaled_dot_product_attention: "_scaled_dot_product_attention",
+    F.dropout: "_dropout",
+    torch.arange: "_arange",
+    Tensor.__getitem__: "_getitem",
+    torch.mean: "_mean",
+    Tensor.mean: "_mean",
+}
+
+# Names of the arguments of modules that are positions.
+POSITIONS = ("position_ids", "positions", "pos_ids", "input_pos", "position", "pos")
+
+# Code that is not the user's: calls of torch in it have their place in the code that called it.
+LIBRARIES = (str(Path(torch.__file__).parent), contextlib.__file__, __file__)
+# Code of this package: calls of torch in it are not recorded.
+OURS = str(Path(__file__).parents[1])
 
 # The target that does not count, in records and changes.
 IGNORED = -100
@@ -47,7 +72,11 @@ Value: TypeAlias = Any
 #   "noise"           the seed of random roundings of every result
 #   forward, name     the "tokens", "positions" or "targets" that replace those of this forward
 #   forward, i        a factor of the i-th cross-entropy of this forward
-#   "seen"            (rows, rows), the keys that each query sees, which replaces attention's mask
+#   "numbers", i      the numbers that replace the i-th numbers of rows, of the same shape
+#   "mean", i         a value and a factor of the gradient, which replace those of the i-th mean
+#   "seen"            (rows, rows), the keys that each query sees, which replaces attention's masks
+#   "seen", i         the same for the i-th attention
+#   "within"          (rows, rows), the keys that queries see at most, in addition to the masks
 #   "gradients"       the gradients of an outcome, which replace those of the step
 #   "no dropout"      True: dropout changes nothing
 Change = Mapping[tuple[Value, ...], Value]
@@ -60,10 +89,12 @@ class Forward:
     Attributes:
         fed: its first "tokens" and "positions"; and "targets", IGNORED where they do not count.
         counts: number of targets, for each cross-entropy.
+        trains: whether a backward follows it.
     """
 
     fed: dict[str, Tensor] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
+    trains: bool = False
 
     def values(self, name: str) -> Tensor | None:
         """Return the value of each row, (batch, rows), if each row has one value, else None.
@@ -88,6 +119,34 @@ class FedForward(NamedTuple):
     tokens: Tensor  # (batch, rows)
 
 
+class Numbers(NamedTuple):
+    """Numbers that code gives to rows: an arange, or the rows that an index takes from a table.
+
+    Attributes:
+        forward: number of the forward in which this happened, or before which.
+        place: file and line of the code.
+        numbers: (rows,).
+    """
+
+    forward: int
+    place: str
+    numbers: Tensor
+
+
+class Mean(NamedTuple):
+    """A mean over the rows of a rank.
+
+    Attributes:
+        place: file and line of the code.
+        value: the mean.
+        num_values: how many values it is the mean of.
+    """
+
+    place: str
+    value: Tensor
+    num_values: int
+
+
 @dataclass
 class Outcome:
     """The record of one run on one rank.
@@ -97,12 +156,21 @@ class Outcome:
         results: by name: "loss", "evaluation loss", "gradient of NAME" (the first one), "weight
             NAME".
         gradients: of all optimizer steps, in the order of their use.
+        after_backward: by name of a parameter, its gradient after the last backward before its
+            first use, when no code has summed or clipped it; without DTensors.
+        numbers: of rows, in order.
+        means: over rows, in order.
+        masks: of all calls of `ring_attention`, in order.
         has_dropout: whether dropout drew random numbers.
     """
 
     forwards: list[Forward]
     results: dict[str, Tensor]
     gradients: list[Tensor | None]
+    after_backward: dict[str, Tensor] = field(default_factory=dict)
+    numbers: list[Numbers] = field(default_factory=list)
+    means: list[Mean] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
     has_dropout: bool = False
 
     def fed(self) -> list[FedForward]:
@@ -118,7 +186,7 @@ class Outcome:
 def run_step(
     step: Step, runs: Sequence[Mapping[int, Change]], limit: int = 0, tiny: bool = False
 ) -> list[Outcome]:
-    """Return the outcomes of this rank in each run.
+    """Return the outcomes of this rank in each run; without results if the twin cannot run it.
 
     Args:
         step: the training step.
@@ -132,7 +200,15 @@ def run_step(
     for changes in runs:
         change = changes.get(dist.get_rank(), {})
         with tiny_models() if tiny else nullcontext():
-            outcomes.append(_Observer(change).run(step))
+            try:
+                outcome = _Observer(change).run(step)
+            except Exception:
+                # With one rank, no other rank waits. The step raises because of the change, as it
+                # ran before without one.
+                if dist.get_world_size() > 1 or not change or ("noise",) in change:
+                    raise
+                outcome = Outcome(forwards=[], results={}, gradients=[])
+        outcomes.append(outcome)
     return outcomes
 
 
@@ -151,6 +227,18 @@ class _Observer(TorchFunctionMode):
         # Whether a backward runs; inputs of what it recomputes are changed, but not recorded.
         self.backward = False
         self.has_dropout = False
+        self.numbers: list[Numbers] = []
+        self.means: list[Mean] = []
+        self.masks: list[Mask] = []
+        self.num_attentions = 0
+        # Modules that no other module calls, by id, and the depth of calls within them.
+        self.outer_modules: dict[int, nn.Module] = {}
+        self.depth = 0
+        # Gradients after the last backward, and those before the first use, by id of the parameter.
+        self.after_last: dict[int, Tensor] = {}
+        self.after_backward: dict[int, Tensor] = {}
+        # Names of the arguments of modules, by type.
+        self.names: dict[type[nn.Module], list[str]] = {}
 
     def run(self, step: Step) -> Outcome:
         """Run the step, and return its record."""
@@ -161,6 +249,7 @@ class _Observer(TorchFunctionMode):
             mock.patch.object(nn.utils, "clip_grad_norm_", clipped),
             mock.patch.object(nn.utils.clip_grad, "clip_grad_norm_", clipped),
             mock.patch.object(nn.Module, "__call__", self._called(nn.Module.__call__)),
+            mock.patch.object(drivers, "forward", self._attended(drivers.forward)),
             nullcontext() if seed is None else RandomRounding(seed),
             self,
         ):
@@ -168,23 +257,42 @@ class _Observer(TorchFunctionMode):
         return self._outcome(returned)
 
     def _called(self, call: Callable[..., object]) -> Callable[..., object]:
-        """Return `nn.Module.__call__` that records positions."""
+        """Return `nn.Module.__call__` that records positions, and modules that no module calls."""
 
         def called(module: nn.Module, *args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling():
                 return call(module, *args, **kwargs)
-            names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
+            if self.depth == 0:
+                self.outer_modules[id(module)] = module
+            kind = type(module)
+            if kind not in self.names:
+                self.names[kind] = list(inspect.signature(kind.forward).parameters)[1:]  # no self
             given = list(args)
-            for i, name in enumerate(names[: len(args)]):
-                if name == "position_ids":
+            for i, name in enumerate(self.names[kind][: len(args)]):
+                if name in POSITIONS:
                     given[i] = self._fed("positions", args[i])
-            if "position_ids" in kwargs:
-                kwargs["position_ids"] = self._fed("positions", kwargs["position_ids"])
-            # torch disables a function mode in a backward.
-            with self if self.backward else nullcontext():
-                return call(module, *given, **kwargs)
+            for name in POSITIONS:
+                if name in kwargs:
+                    kwargs[name] = self._fed("positions", kwargs[name])
+            self.depth += 1
+            try:
+                # torch disables a function mode in a backward.
+                with self if self.backward else nullcontext():
+                    return call(module, *given, **kwargs)
+            finally:
+                self.depth -= 1
 
         return called
+
+    def _attended(self, forward: Callable[..., Value]) -> Callable[..., Value]:
+        """Return the driver of `ring_attention` that records masks."""
+
+        def attended(call: Call, *args: Value, **kwargs: Value) -> Value:
+            if not self.backward:
+                self.masks.append(call.mask)
+            return forward(call, *args, **kwargs)
+
+        return attended
 
     def _clipped(self, clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `clip_grad_norm_` that records gradients before it clips them."""
@@ -206,14 +314,30 @@ class _Observer(TorchFunctionMode):
     ) -> Value:
         kwargs = kwargs or {}
         if func in (Tensor.backward, torch.autograd.backward):
-            self.ended = self.backward = True
+            self._begin_backward()
             try:
                 return func(*args, **kwargs)
             finally:
-                self.backward = False
+                self._end_backward()
         if torch.compiler.is_compiling() or func not in OBSERVED or probing.on:
             return func(*args, **kwargs)
-        return getattr(self, f"_{func.__name__}")(*args, **kwargs)
+        return getattr(self, OBSERVED[func])(*args, **kwargs)
+
+    def _begin_backward(self) -> None:
+        self.ended = self.backward = True
+        for forward in reversed(self.forwards):
+            if forward.trains:
+                break
+            forward.trains = True
+
+    def _end_backward(self) -> None:
+        """Record the gradients before any code of the step sums or clips them."""
+        self.backward = False
+        for module in self.outer_modules.values():
+            for parameter in module.parameters():
+                grad = parameter.grad
+                if grad is not None and not hasattr(grad, "to_local"):
+                    self.after_last[id(parameter)] = grad.detach().clone()
 
     def _fed(self, name: str, x: Value) -> Value:
         """Record an input at its first use in a forward; return it, or its replacement."""
@@ -233,6 +357,54 @@ class _Observer(TorchFunctionMode):
             if part.numel() == x.numel():
                 return part.reshape(x.shape).to(x.dtype)
         return x
+
+    def _arange(self, *args: Value, **kwargs: Value) -> Tensor:
+        made = torch.arange(*args, **kwargs)
+        new = self._numbered(made)
+        return made if new is None else new.to(made.dtype)
+
+    def _getitem(self, x: Tensor, index: Value) -> Tensor:
+        entries = list(index) if isinstance(index, tuple) else [index]
+        dim = _indexed_dim(x, entries)
+        if dim is not None:
+            entry = entries[dim]
+            rows = torch.arange(x.size(dim))[entry] if isinstance(entry, slice) else entry
+            new = self._numbered(rows)
+            if new is not None:
+                entries[dim] = new.to(x.device)
+                return x[tuple(entries)]
+        return x[index]
+
+    def _numbered(self, numbers: Tensor) -> Tensor | None:
+        """Record numbers of rows; return their replacement, if there is one."""
+        is_known = type(numbers) is Tensor and numbers.device.type != "meta"
+        if self.backward or not is_known or numbers.numel() < 2:
+            return None
+        place = _place()
+        if place is None or bool((numbers != numbers.long()).any()):
+            return None
+        i = len(self.numbers)
+        number = len(self.forwards) - (not self.ended)
+        self.numbers.append(Numbers(number, place, numbers.detach().long().flatten().cpu()))
+        new = self.change.get(("numbers", i))
+        return None if new is None else new.view(numbers.shape).to(numbers.device)
+
+    def _mean(self, input: Tensor, *args: Value, **kwargs: Value) -> Tensor:
+        mean = torch.mean(input, *args, **kwargs)
+        tokens = self.forwards[-1].fed.get("tokens") if self.forwards else None
+        if self.backward or tokens is None or type(mean) is not Tensor:
+            return mean
+        if not _is_over_rows(input, tokens, *args, **kwargs):
+            return mean
+        place = _place()
+        if place is None:
+            return mean
+        i = len(self.means)
+        self.means.append(Mean(place, _whole(mean), input.numel() // max(1, mean.numel())))
+        value, factor = self.change.get(("mean", i), (None, 1.0))
+        if value is None:
+            return mean
+        return value.to(mean) + (mean - mean.detach()) * factor
 
     def _embedding(self, input: Tensor, weight: Tensor, *args: Value, **kwargs: Value) -> Tensor:
         begins = self.ended and not self.backward
@@ -284,10 +456,25 @@ class _Observer(TorchFunctionMode):
         self.has_dropout |= dropout_p > 0
         if self.change.get(("no dropout",)):
             dropout_p = 0.0
-        seen = self.change.get(("seen",))
-        if seen is not None and (q.size(-2), k.size(-2)) == seen.shape:
+        shape = q.size(-2), k.size(-2)
+        seen = self.change.get(("seen", self.num_attentions), self.change.get(("seen",)))
+        within = self.change.get(("within",))
+        self.num_attentions += not self.backward
+        if seen is not None and seen.shape == shape:
             mask, is_causal = seen, False
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
+        if within is not None and within.shape == shape:
+            if is_causal:
+                within = within.tril()
+            of_call = torch.ones_like(within) if mask is None else mask
+            hidden = False if of_call.dtype == torch.bool else -torch.inf
+            mask, is_causal = of_call.masked_fill(~within, hidden), False
+        if mask is None or mask.dtype != torch.bool or not self.change:
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
+        # A query that sees no key has the output 0, as in `ring_attention`.
+        is_blind = ~mask.any(-1, keepdim=True)
+        mask = mask | is_blind
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
+        return out.masked_fill(is_blind, 0.0)
 
     def _record(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Record the gradients of parameters once for each optimizer step, and replace them."""
@@ -300,6 +487,8 @@ class _Observer(TorchFunctionMode):
             new = replacements[index] if index < len(replacements) else None
             grad = parameter.grad
             self.recorded.add(id(parameter))
+            if id(parameter) in self.after_last:
+                self.after_backward.setdefault(id(parameter), self.after_last[id(parameter)])
             self.gradients.append((parameter, None if grad is None else grad.detach().clone()))
             if grad is not None and new is not None and new.shape == parameter.shape:
                 _local(grad).copy_(new)
@@ -330,8 +519,74 @@ class _Observer(TorchFunctionMode):
             forwards=self.forwards,
             results={name: _whole(x) for name, x in results.items() if x is not None},
             gradients=[None if grad is None else _whole(grad) for _, grad in self.gradients],
+            after_backward={
+                name: _whole(self.after_backward[id(parameter)])
+                for name, parameter in trained.items()
+                if id(parameter) in self.after_backward
+            },
+            numbers=self.numbers,
+            means=self.means,
+            masks=self.masks,
             has_dropout=self.has_dropout,
         )
+
+
+def _place() -> str | None:
+    """Return file and line of the code that called torch; None if this package did."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(LIBRARIES):
+            return None if file.startswith(OURS) else f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def _indexed_dim(x: Tensor, entries: Sequence[Value]) -> int | None:
+    """Return the dim from which an index takes rows of a table; None if it does something else.
+
+    A table is a tensor that no other tensor needs for its gradient, such as a buffer.
+    """
+    if type(x) not in (Tensor, nn.Parameter) or x.grad_fn is not None:
+        return None
+
+    def is_whole(entry: Value) -> bool:
+        return entry is None or entry is Ellipsis or entry == slice(None)
+
+    taking = [
+        i for i, entry in enumerate(entries) if isinstance(entry, Tensor) or not is_whole(entry)
+    ]
+    if len(taking) != 1 or taking[0] >= x.ndim:
+        return None
+    (dim,) = taking
+    entry = entries[dim]
+    if any(not isinstance(before, slice) for before in entries[:dim]):  # None shifts the dims
+        return None
+    if isinstance(entry, slice):
+        return dim
+    takes_numbers = isinstance(entry, Tensor) and entry.dtype in (torch.int32, torch.int64)
+    return dim if takes_numbers and entry.ndim > 0 else None
+
+
+def _is_over_rows(
+    x: Tensor, tokens: Tensor, dim: Value = None, *_: Value, axis: Value = None, **__: Value
+) -> bool:
+    """Return whether a mean over dims, by default all, is over the rows of a forward.
+
+    Rows are not the last dim, such as that of a normalization, unless the mean is over all dims.
+    """
+    dim = axis if dim is None else dim
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or range(x.ndim))
+    if not all(isinstance(one, int) for one in dims):  # a dtype by place
+        return False
+    reduced = {one % x.ndim for one in dims} if x.ndim else set()
+    is_over_all = len(reduced) == x.ndim
+    rows, num_tokens = tokens.size(-1), tokens.numel()
+    return any(
+        x.size(one) == rows or (x.size(one) and x.size(one) % num_tokens == 0)
+        for one in reduced
+        if is_over_all or one < x.ndim - 1
+    )
 
 
 def _local(x: Value) -> Tensor:

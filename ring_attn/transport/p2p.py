@@ -202,6 +202,25 @@ class P2PTransport(Transport):
             raise _uneven_rows("; ".join(uneven.facts.values()))
         calls.even_rows.add(rows)
 
+    def check_documents(
+        self,
+        cu_seqlens: tuple[int, ...] | None,
+        cu_seqlens_k: tuple[int, ...] | None,
+        device: torch.device,
+    ) -> None:
+        """Refuse ranks with different boundaries of documents.
+
+        The messages of a call do not always compare them: a rank sends none if, by its boundaries,
+        no document is on two ranks. Nothing is remembered of earlier calls, because another rank
+        may have other boundaries in this one.
+        """
+        if debug_enabled():  # compares all arguments
+            return
+        here = Agreement({"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}).report
+        different = self._difference("documents", here, device)
+        if different is not None:
+            raise ValueError(different.text())
+
     def check(self) -> None:
         """Compare all calls so far; return once all ranks have arrived here without an error.
 

@@ -92,7 +92,7 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "documents": (
         {"cu_seqlens": documents(9)},
         {"cu_seqlens": documents(10)},
-        "cu_seqlens: global rank 1 has (0, 10, 24), the other 3 have (0, 9, 24)",
+        "cu_seqlens: global rank 1 has (0, 10, 24), the other 3 have (0, 9, 24)|whole sequence",
     ),
     "documents of keys": (
         {},

@@ -13,7 +13,7 @@ from torch import nn
 
 from ring_attn.testing.audit import Report, judge
 from ring_attn.testing.observe import Change, Outcome, run_step
-from tests import audit_reported, audit_steps
+from tests import audit_reported, audit_steps, audit_unexplained
 
 pytestmark = [pytest.mark.dist, pytest.mark.gloo]
 
@@ -137,11 +137,24 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     "lora": {
         "lora_A left out": "gradient sum",
     },
+    "accumulation": {"divided by the ranks": "micro-batches"},
+    "clipped_by_hand": {"before the sum": "gradient sum"},
+    "numbered": {
+        "not cut": "positions",
+        "counted, off by one": "positions",
+        "counted from 0 on each rank": "positions",
+    },
+    "documents": {"boundaries of rank 0": "mask"},
+    "auxiliary": {"z of own rows": "own mean", "balance of own rows": "own mean"},
 }
 
 
 def steps(kind: str) -> Callable[..., Any]:
-    return next(getattr(x, kind) for x in (audit_steps, audit_reported) if hasattr(x, kind))
+    return next(
+        getattr(x, kind)
+        for x in (audit_steps, audit_reported, audit_unexplained)
+        if hasattr(x, kind)
+    )
 
 
 BUGS = [(kind, bug) for kind, bugs in PLANTED.items() for bug in bugs]
@@ -191,6 +204,22 @@ def test_what_no_hypothesis_explains_is_said(kind: str, bug: str, ranks: Any) ->
     report = judged(partial(steps(kind), bug), ranks, 2)
     assert not report.ok and not contracts(report)
     assert report.diagnoses[0].unexplained and "not explained" in str(report)
+
+
+@pytest.mark.slow
+def test_a_number_of_ranks_with_unequal_rows_is_chosen(ranks: Any) -> None:
+    """Means of means are right on ranks with equally many rows."""
+
+    def runs(changes: Sequence[Mapping[int, Change]], world_size: int) -> list[list[Outcome]]:
+        step = partial(audit_unexplained.auxiliary, "z of own rows", "contiguous", 24)
+        given = (step, changes)
+        return [list(run) for run in zip(*ranks(world_size).run(run_step, *given), strict=True)]
+
+    told = judge((2, 3, 4), runs)
+    assert told.ok and "audit 5 ranks, too" in str(told)
+    report = judge((2, 3, 4), runs, may_add=True)
+    assert [one.world_size for one in report.diagnoses] == [2, 3, 4, 5]
+    assert contracts(report) == {"own mean"} and not report.notes, str(report)
 
 
 def test_what_a_finding_does_not_explain_is_said(ranks: Any, tmp_path: Any) -> None:

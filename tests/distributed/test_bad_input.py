@@ -7,6 +7,7 @@ raise: an error that comes later than the checks shows as another error.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from ring_attn import (
+    Mask,
     SequenceLayout,
     TransportOptions,
     halo,
@@ -30,6 +32,7 @@ from ring_attn import (
     ring_attention,
     select_backend,
     sync_gradients,
+    testing,
     tree_decode,
     unshard,
 )
@@ -227,9 +230,6 @@ ATTENTION: list[Bad] = [
     type_error("mask|from_dense|masks.blocks|Tensor", mask=torch.ones(2, 2)),
     value_error("rows in dim 1", heads_first(layout=zigzag(SEQLEN))),
     value_error("seqlen=12|16", packed(0, SEQLEN + 4, layout=zigzag(SEQLEN))),
-    value_error(
-        "whole sequence of 12 rows|ends at 6|global", packed(0, 2, ROWS, layout=zigzag(SEQLEN))
-    ),
     value_error("cu_seqlens|15", cu_seqlens=ints(0, 15), layout=zigzag(SEQLEN)),
     value_error("cu_seqlens_k needs cu_seqlens", cu_seqlens_k=ints(0, SEQLEN)),
     value_error(
@@ -395,6 +395,35 @@ def test_good_arguments_run() -> None:
     assert stats.messages - before == 1
     with pytest.raises(AssertionError, match="communication before"), no_communication():
         ring_attention(**good())
+
+
+@on_ranks(2)
+def test_documents_may_end_where_the_rows_of_a_rank_end() -> None:
+    """Boundaries of the whole sequence run; those of one rank raise, or warn if they fit too."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, SEQLEN, 2, 8, generator=generator)
+    cuts = (0, 2, ROWS)
+    mask = Mask(SEQLEN, SEQLEN, causal=True, cu_seqlens_q=cuts, cu_seqlens_k=cuts)
+    for inner, warns in ((ROWS, True), (ROWS + 2, False), (ROWS - 1, False)):
+        layout = SequenceLayout.boundaries([0, inner, SEQLEN])
+        shards = [layout.shard(x, rank, dim=0) for x in (q, k, v)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = ring_attention(*shards, causal=True, cu_seqlens=ints(*cuts), layout=layout)
+        texts = [str(warning.message) for warning in caught]
+        assert any("cu_seqlens ends at 6, where the rows of every" in t for t in texts) == warns
+        exact = testing.dense_attention(q[None], k[None], v[None], mask)[0]
+        plain = testing.plain_attention(q[None], k[None], v[None], mask)[0]
+        verdict = testing.check("out", unshard(out, layout, dim=0)[None], exact, plain)
+        assert verdict.ok, verdict
+    # As each rank understands the boundaries of its own documents, no rank needs a message.
+    for cuts in ([0, ROWS, SEQLEN], [0, ROWS + 2, SEQLEN]):
+        layout = SequenceLayout.boundaries(cuts)
+        own = ints(0, 2 + rank, layout.shard_len(rank))
+        shards = [layout.shard(x, rank, dim=0) for x in (q, k, v)]
+        with refused(ValueError, "cu_seqlens: global rank|documents in the whole sequence"):
+            ring_attention(*shards, causal=True, cu_seqlens=own, layout=layout)
 
 
 @pytest.mark.parametrize("call", [ATTEND, WHOLE, SYNC], ids=lambda call: call.func.__name__)

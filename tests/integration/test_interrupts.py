@@ -154,7 +154,7 @@ def run():
 
 if __name__ == "__main__":
     launch.START_METHOD = "forkserver"
-    with launch.signals_wait():
+    with launch.signals_wait(launch.START_METHOD):
         run()
     run()
 """

@@ -23,6 +23,11 @@ LEFT_OUT = (
     "there is no backward, so add 0 * out.sum() to the loss"
 )
 
+WHOLE_DOCUMENTS = (
+    "Pass the boundaries of the documents in the whole sequence, which are the same on every rank, "
+    "not those of one rank's documents"
+)
+
 # What to do if a value of a call differs; for other values, see `_remedy`.
 REMEDIES = {
     "step": (
@@ -32,6 +37,8 @@ REMEDIES = {
     "requires_grad": (
         "Run all ranks with gradients or all without them (torch.no_grad, frozen inputs)"
     ),
+    "cu_seqlens": WHOLE_DOCUMENTS,
+    "cu_seqlens_k": WHOLE_DOCUMENTS,
     "backend": "Install the same packages on every rank, or pass backend=",
     "values of sinks": "Broadcast the sinks from one rank: their values must be the same",
     "values of q": "Pass the same queries on every rank: only the cache is sharded",

@@ -1,0 +1,400 @@
+"""Trials of `audit`: hypotheses about a step, and the runs that test them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.testing.observe import IGNORED, Change, Outcome
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken contract.
+
+    Attributes:
+        contract: its name.
+        text: what is wrong, where, and how to fix it.
+        tested: how this was tested.
+    """
+
+    contract: str
+    text: str
+    tested: str
+
+
+class Trial(NamedTuple):
+    """A run with changes; if it has the results of the twin, the finding is right.
+
+    Attributes:
+        finding: the hypothesis.
+        changes: by rank; the twin has those of rank 0.
+        on_ranks: whether the ranks run with the changes.
+        in_twin: whether the twin, in its one process, runs with the changes.
+    """
+
+    finding: Finding
+    changes: Mapping[int, Change]
+    on_ranks: bool
+    in_twin: bool
+
+
+class Held(NamedTuple):
+    """The columns of the twin's batch that a rank holds in a forward.
+
+    Attributes:
+        rank: the rank.
+        number: number of the rank's forward.
+        twin_number: number of the twin's forward.
+        columns: positions in the sequence.
+    """
+
+    rank: int
+    number: int
+    twin_number: int
+    columns: Tensor
+
+
+def held_by(name: str, twin: Outcome, ranks: Sequence[Outcome]) -> tuple[float, list[Held]]:
+    """Return how many tokens differ from the twin's if ranks hold the columns of a layout.
+
+    Return also these columns. The number is infinite if the shapes do not fit the layout.
+    """
+    num_wrong, held = 0.0, []
+    forwards = zip(twin.fed(), *(rank.fed() for rank in ranks), strict=False)
+    for twin_forward, *rank_forwards in forwards:
+        right = twin_forward.tokens  # (batch, seqlen)
+        seqlen = sum(forward.tokens.size(1) for forward in rank_forwards)
+        layout = SequenceLayout.from_name(name, max(len(ranks), seqlen), len(ranks))
+        for rank, (number, tokens) in enumerate(rank_forwards):
+            columns = layout.position_ids(rank)
+            if tokens.shape != (len(right), len(columns)) or seqlen > right.size(1):
+                return math.inf, []
+            held.append(Held(rank, number, twin_forward.number, columns))
+            num_wrong += int((right[:, columns] != tokens).sum())
+    return num_wrong, held
+
+
+class FedInput(NamedTuple):
+    """An input of the ranks, for trials.
+
+    Attributes:
+        contract: name of the contract.
+        text_name: name of the input in texts.
+        replaced: the inputs that a trial replaces.
+        advice: how to fix the input.
+    """
+
+    contract: str
+    text_name: str
+    replaced: tuple[str, ...]
+    advice: str
+
+
+CUT = "cut them by the layout of the tokens, as shard_batch does"
+FED = {
+    "tokens": FedInput("batch", "tokens", ("tokens", "targets"), "all ranks must draw one batch"),
+    "positions": FedInput("positions", "position_ids", ("positions",), CUT),
+    "targets": FedInput("labels", "labels", ("targets",), f"shift once, mask, and {CUT}"),
+}
+
+
+def trials_of(
+    twin: Outcome, ranks: Sequence[Outcome], unexplained: Sequence[str]
+) -> Iterator[Trial]:
+    """Yield all trials of a step that has different results on the ranks."""
+    _, held = min((held_by(name, twin, ranks) for name in LAYOUTS), key=lambda found: found[0])
+    yield from _inputs(twin, ranks, held)
+    yield from _numbers(twin, ranks, held)
+    yield from _left_out(twin, ranks, held)
+    yield from _denominators(ranks)
+    yield from _means(ranks)
+    yield from _attention(twin, ranks, held)
+    yield from _dropout(ranks, unexplained)
+
+
+def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
+    """Yield trials in which the twin gets the inputs of the ranks."""
+    for name, fed in FED.items():
+        changes = _inputs_of_ranks(fed.replaced, twin, ranks, held)
+        wrong: set[int] = set()  # columns
+        for (number, changed_name), new in changes.items():
+            if changed_name == name:
+                right = twin.forwards[number].values(name)
+                assert right is not None, "changes replace only inputs that the twin has"
+                differs = (new != right).any(0)  # (columns,)
+                wrong |= set(differs.nonzero().flatten().tolist())
+        if not wrong:
+            continue
+        holders = {one.rank for one in held if wrong & set(one.columns.tolist())}
+        text = (
+            f"{fed.text_name} of rows {listed(sorted(wrong))} (rank {listed(holders) or 'none'}) "
+            f"are missing or not the twin's: {fed.advice}"
+        )
+        if name == "targets" and wrong <= _segment_ends(held):
+            text += "; shifted after cutting, the last row of a segment loses its label"
+        tested = f"the twin ran again with the {fed.text_name} of the ranks, and had their results"
+        finding = Finding(fed.contract, text, tested)
+        yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True)
+
+
+def _inputs_of_ranks(
+    names: Sequence[str], twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]
+) -> dict[tuple[int, str], Tensor]:
+    """Return a change of the twin that puts inputs of all ranks in the columns that they hold."""
+    changes: dict[tuple[int, str], Tensor] = {}
+    for rank, number, twin_number, columns in held:
+        for name in names:
+            given = ranks[rank].forwards[number].values(name)
+            right = twin.forwards[twin_number].values(name)
+            if given is None or right is None:
+                continue
+            key = twin_number, name
+            if key not in changes:
+                is_targets = name == "targets"
+                changes[key] = torch.full_like(right, IGNORED) if is_targets else right.clone()
+            changes[key][:, columns] = given
+    return changes
+
+
+def _segment_ends(held: Sequence[Held]) -> set[int]:
+    """Return the last columns of the segments that ranks hold."""
+    ends: set[int] = set()
+    for one in held:
+        next_columns = F.pad(one.columns[1:], (0, 1))
+        ends |= set(one.columns[next_columns != one.columns + 1].tolist())
+    return ends
+
+
+def _numbers(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
+    """Yield trials in which the twin's code gives rows the numbers that they have on the ranks.
+
+    Code numbers rows if it counts them (`torch.arange`), or takes the rows of a table by an index,
+    such as the frequencies of RoPE.
+    """
+    changes: dict[int, Tensor] = {}  # by index of the twin's numbers
+    wrong: dict[int, set[int]] = {}  # columns
+    for one in held:
+        rows = twin.forwards[one.twin_number].fed["tokens"].size(-1)
+        of_twin = _by_place(twin, one.twin_number, rows)
+        of_rank = _by_place(ranks[one.rank], one.number, len(one.columns))
+        for place, numbered in of_twin.items():
+            given = of_rank.get(place, [])
+            if len(given) != len(numbered):
+                continue
+            for i, on_rank in zip(numbered, given, strict=True):
+                right = changes.setdefault(i, twin.numbers[i].numbers.clone())
+                new = ranks[one.rank].numbers[on_rank].numbers
+                differs = one.columns[new != right[one.columns]]
+                wrong.setdefault(i, set()).update(differs.tolist())
+                right[one.columns] = new
+    wrong = {i: columns for i, columns in wrong.items() if columns}
+    subsets = [[*wrong]] if len(wrong) == 1 else [[*wrong], *([i] for i in wrong)]
+    for chosen in subsets if wrong else ():
+        places = listed(dict.fromkeys(twin.numbers[i].place for i in chosen))
+        columns = sorted(set().union(*(wrong[i] for i in chosen)))
+        holders = {one.rank for one in held if set(columns) & set(one.columns.tolist())}
+        text = (
+            f"rows {listed(columns)} (rank {listed(sorted(holders))}) have other numbers than in "
+            f"the whole sequence, in {places}: number rows by layout.position_ids(rank), and take "
+            "those rows of tables, such as the frequencies of RoPE"
+        )
+        tested = "the twin ran again with the ranks' numbers of rows, and had their results"
+        new_numbers = {("numbers", i): changes[i] for i in chosen}
+        yield Trial(
+            Finding("positions", text, tested), {0: new_numbers}, on_ranks=False, in_twin=True
+        )
+
+
+def _by_place(outcome: Outcome, forward: int, rows: int) -> dict[str, list[int]]:
+    """Return the indices of a forward's numbers of so many rows, by their place in the code."""
+    found: dict[str, list[int]] = {}
+    for i, one in enumerate(outcome.numbers):
+        if one.forward == forward and one.numbers.numel() == rows:
+            found.setdefault(one.place, []).append(i)
+    return found
+
+
+def _left_out(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
+    """Yield trials in which the twin leaves out the forwards that the ranks do not run."""
+    columns = {one.rank: one.columns for one in held}
+    if len(columns) != len(ranks):
+        return
+    of_twin = twin.fed()
+    kept: set[int] = set()
+    position = 0
+    for forwards in zip(*(rank.fed() for rank in ranks), strict=False):
+        while position < len(of_twin):
+            tokens = of_twin[position].tokens
+            position += 1
+            if all(
+                torch.equal(tokens[:, columns[rank]], forward.tokens)
+                for rank, forward in enumerate(forwards)
+            ):
+                kept.add(of_twin[position - 1].number)
+                break
+    training = [one.number for one in of_twin if twin.forwards[one.number].trains]
+    left_out = [number for number in training if number not in kept]
+    num_kept = len(training) - len(left_out)
+    if not left_out or not num_kept:
+        return
+    text = (
+        f"the ranks run {num_kept} of the twin's {len(training)} training forwards: do not divide "
+        "the number of micro-batches by the number of ranks, as all ranks share each sequence"
+    )
+    tested = "the twin ran again without the losses of the other forwards, and had the same results"
+    # A loss that is divided by the number of forwards is divided by another number.
+    for factor in (1.0, len(training) / num_kept):
+        changes = {
+            (number, i): 0.0 if number in left_out else factor
+            for number in training
+            for i, _ in enumerate(twin.forwards[number].counts)
+        }
+        finding = Finding("micro-batches", text, tested)
+        yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True)
+
+
+def _denominators(ranks: Sequence[Outcome]) -> Iterator[Trial]:
+    """Yield trials in which ranks divide cross-entropies by the mean count of targets.
+
+    They change all cross-entropies, or those of one head, such as a second head.
+    """
+    # For each rank, the counts of targets by forward and cross-entropy.
+    counts = [
+        {
+            (number, i): count
+            for number, forward in enumerate(rank.forwards)
+            for i, count in enumerate(forward.counts)
+        }
+        for rank in ranks
+    ]
+    keys = list(counts[0])
+    if any(list(of_rank) != keys for of_rank in counts):
+        return
+    heads = {i: [key for key in keys if key[1] == i] for _, i in keys}
+    subjects = {"the loss": keys}
+    if len(heads) > 1:
+        subjects |= {f"cross-entropy {i}": keys_of_head for i, keys_of_head in heads.items()}
+    all_targets = {key: sum(of_rank[key] for of_rank in counts) for key in keys}
+    for subject, chosen in subjects.items():
+        totals = [sum(of_rank[key] for key in chosen) for of_rank in counts]
+        if len(set(totals)) == 1:
+            continue
+        # The mean over the rank's own targets, times its share of all targets, times the ranks.
+        changes = {
+            rank: {key: of_rank[key] * len(counts) / (all_targets[key] or 1) for key in chosen}
+            for rank, of_rank in enumerate(counts)
+        }
+        given = ", ".join(f"{total} on rank {rank}" for rank, total in enumerate(totals))
+        text = (
+            f"{subject} is divided by each rank's own count of targets ({given}): divide by the "
+            "targets of the whole batch"
+        )
+        tested = "the ranks ran again with this denominator, and had the twin's results"
+        finding = Finding("denominator", text, tested)
+        yield Trial(finding, changes, on_ranks=True, in_twin=False)
+
+
+def _means(ranks: Sequence[Outcome]) -> Iterator[Trial]:
+    """Yield trials in which means over the rows of a rank are means over the rows of all ranks."""
+    each = [rank.means for rank in ranks]
+    places = [[mean.place for mean in of_rank] for of_rank in each]
+    if any(of_rank != places[0] for of_rank in places):
+        return
+    wrong: dict[str, list[int]] = {}  # by place
+    values: dict[int, Tensor] = {}
+    for i, means in enumerate(zip(*each, strict=True)):
+        if len({mean.value.shape for mean in means}) == 1:
+            total = sum(mean.num_values for mean in means)
+            parts = [mean.value.double().nan_to_num() * mean.num_values for mean in means]
+            values[i] = torch.stack(parts).sum(0) / total
+            wrong.setdefault(means[0].place, []).append(i)
+    subsets = [[*wrong]] if len(wrong) == 1 else [[*wrong], *([place] for place in wrong)]
+    for chosen in subsets if wrong else ():
+        indices = [i for place in chosen for i in wrong[place]]
+        # The gradient of the mean over all rows, times the ranks, as gradients are summed.
+        changes = {
+            rank: {
+                ("mean", i): (
+                    values[i],
+                    of_rank[i].num_values * len(ranks) / sum(means[i].num_values for means in each),
+                )
+                for i in indices
+            }
+            for rank, of_rank in enumerate(each)
+        }
+        counts = ", ".join(
+            f"{of_rank[indices[0]].num_values} on rank {r}" for r, of_rank in enumerate(each)
+        )
+        text = (
+            f"a mean in {listed(chosen)} is over the rows of one rank ({counts}): sum over the "
+            "ranks, and divide by the rows of all ranks"
+        )
+        tested = "the ranks ran again with means over all rows, and had the twin's results"
+        yield Trial(Finding("own mean", text, tested), changes, on_ranks=True, in_twin=False)
+
+
+def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
+    """Yield trials in which the twin's attention has a mask that the ranks may have by mistake."""
+    if not held:
+        return
+    length = twin.forwards[held[0].twin_number].fed["tokens"].size(-1)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    owner = torch.full((length,), -1)  # rank of each column
+    for one in held[: len(ranks)]:  # of the first forward
+        owner[one.columns] = one.rank
+    same_owner = owner[:, None] == owner  # (length, length)
+    lost_mask = Finding(
+        "mask",
+        "the mask, or the documents' boundaries, are not seen by the attention of the ranks: give "
+        "it attention_mask or cu_seqlens of the whole sequence",
+        "the twin ran again without this mask, and had the results of the ranks",
+    )
+    for seen in (causal, torch.ones_like(causal)):
+        yield Trial(lost_mask, {0: {("seen",): seen}}, on_ranks=False, in_twin=True)
+    local = Finding(
+        "attention",
+        "attention sees only the rows of its own rank: make it ring_attention, or see that the "
+        "model's attention function is the one that was replaced",
+        "the twin ran again with attention within the rows of each rank, and had their results",
+    )
+    yield Trial(local, {0: {("within",): same_owner}}, on_ranks=False, in_twin=True)
+    masks = ranks[0].masks
+    if masks and all(rank.masks == masks for rank in ranks):
+        text = (
+            f"the mask of ring_attention is {masks[0]}, which is not the mask of the twin's "
+            "attention: pass the mask, or the boundaries of documents, of the whole sequence"
+        )
+        tested = "the twin ran again with this mask, and had the results of the ranks"
+        changes = {("seen", i): mask.dense() for i, mask in enumerate(masks)}
+        yield Trial(Finding("mask", text, tested), {0: changes}, on_ranks=False, in_twin=True)
+
+
+def _dropout(ranks: Sequence[Outcome], unexplained: Sequence[str]) -> Iterator[Trial]:
+    """Yield a trial without dropout, on the ranks and in the twin."""
+    if not any(rank.has_dropout for rank in ranks):
+        return
+    if set(unexplained) == {"evaluation loss"}:
+        text = "the evaluation has dropout, as in training: call model.eval() before it"
+    else:
+        text = (
+            "dropout draws other numbers on the ranks than in one process. In training this is "
+            "right, if ranks draw different numbers; audit a step without dropout, and call "
+            "model.eval() before an evaluation"
+        )
+    tested = "the ranks and the twin ran again without dropout, and had equal results"
+    changes = {rank: {("no dropout",): True} for rank in range(len(ranks))}
+    yield Trial(Finding("dropout", text, tested), changes, on_ranks=True, in_twin=True)
+
+
+def listed(numbers: Iterable[object]) -> str:
+    """Return the first eight names or numbers as a text."""
+    texts = [str(x).removeprefix("gradient of ") for x in numbers]
+    return ", ".join(texts[:8]) + (" and more" if len(texts) > 8 else "")

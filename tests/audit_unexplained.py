@@ -1,0 +1,155 @@
+"""Steps with planted bugs that earlier audits found, but did not explain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ring_attn
+from common import dense_attention
+from ring_attn import SequenceLayout
+from tests.audit_steps import SEQLEN, loss_of, model_with, reported, ring_of, sharded, tokens
+
+
+def accumulation(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """Four micro-batches; the idiom of data parallelism divides their number by the ranks."""
+    _, world_size, model, batches = sharded(bug, layout_name, 4)
+    if bug == "divided by the ranks":
+        batches = batches[: 4 // world_size]
+    total = torch.zeros(())
+    for part in batches:
+        loss = loss_of(model, part) * 4 / len(batches)
+        loss.backward()
+        total += loss.detach()
+    ring_attn.sync_gradients(model)
+    return model, reported(total)
+
+
+def clipped_by_hand(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """A clipping of the user's own."""
+    _, _, model, (part,) = sharded(bug, layout_name)
+    loss = loss_of(model, part)
+    loss.backward()
+
+    def clip() -> None:
+        grads = [x.grad for x in model.parameters() if x.grad is not None]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        for grad in grads:
+            grad *= (0.3 / norm).clamp(max=1.0)
+
+    if bug == "before the sum":
+        clip()
+    ring_attn.sync_gradients(model)
+    if not bug:
+        clip()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model, reported(loss)
+
+
+class Numbered(nn.Module):
+    """A model that knows the positions of its rows by itself, and adds them to its embeddings."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.model = model_with(attention)
+        self.register_buffer("table", torch.randn(SEQLEN + 3, 32, generator=_generator(5)))
+
+    def forward(self, input_ids: Tensor, rows: Any) -> Tensor:
+        """Return logits; `rows` take rows of the table, or are the number of the first row."""
+        if isinstance(rows, int):
+            numbers = torch.arange(rows, rows + input_ids.size(1))
+            added = (numbers[:, None] / torch.arange(1, 33)).sin()
+        else:
+            added = self.table[rows]
+        x = self.model.embed(input_ids) + added
+        nowhere = torch.zeros(1, input_ids.size(1), dtype=torch.int64)
+        for layer in self.model.layers.values():
+            x = layer(x, nowhere)
+        return self.model.head(self.model.norm(x))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def numbered(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """A table for all rows, such as the frequencies of RoPE, or rows that the model counts."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    counts = bug.startswith("counted")
+    layout = SequenceLayout.from_name(layout_name, SEQLEN, world_size)
+    model = Numbered(dense_attention if world_size == 1 else ring_of(layout))
+    ids = tokens()
+    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+    rows: Any = layout.position_ids(rank)
+    if counts:
+        rows = int(rows[0]) if bug == "counted, off by one" else 0
+        rows -= bug == "counted, off by one" and rank > 0
+    if bug == "not cut":
+        rows = slice(0, layout.shard_len(rank))
+    logits = model(part["input_ids"], rows)
+    loss = F.cross_entropy(logits.mT, part["shift_labels"], reduction="sum")
+    loss = loss / (2 * (SEQLEN - 1))
+    loss.backward()
+    ring_attn.sync_gradients(model)
+    return model, reported(loss)
+
+
+def documents(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """Packed documents by cu_seqlens, with the boundaries of one rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.from_name(layout_name, SEQLEN, world_size)
+    cuts = [0, 4, 9, SEQLEN]
+    seen = torch.arange(SEQLEN)[:, None].ge(torch.tensor(cuts[1:])).sum(1)
+    seen = (seen[:, None] == seen).tril()
+    if bug == "boundaries of rank 0":
+        cuts = [0, 4, 9]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if world_size == 1:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+            return out.transpose(1, 2)
+        cu_seqlens = torch.tensor(cuts, dtype=torch.int32)
+        rows = (x[0] for x in (q, k, v))
+        out = ring_attn.ring_attention(*rows, causal=True, layout=layout, cu_seqlens=cu_seqlens)
+        return out[None]
+
+    model = model_with(attention)
+    ids = tokens(1)
+    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+    part["count"] = torch.tensor(SEQLEN - 1)
+    loss = loss_of(model, part)
+    loss.backward()
+    ring_attn.sync_gradients(model)
+    return model, reported(loss)
+
+
+def auxiliary(bug: str = "", layout_name: str = "contiguous", seqlen: int = SEQLEN) -> Any:
+    """A loss on the logits (z), and one that balances experts, both of means over rows."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.from_name(layout_name, seqlen, world_size)
+    model = model_with(dense_attention if world_size == 1 else ring_of(layout))
+    ids = tokens(seqlen=seqlen)
+    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+    logits = model(part["input_ids"], part["position_ids"])
+    loss = F.cross_entropy(logits.mT, part["shift_labels"], reduction="sum")
+    loss = loss / (2 * (seqlen - 1))
+    z = logits.logsumexp(-1).square()
+    share = logits[..., :4].softmax(-1)  # (batch, rows, experts)
+    chosen = F.one_hot(share.argmax(-1), 4).float()
+    if bug == "z of own rows":
+        loss = loss + 0.1 * z.mean() / world_size
+    elif bug == "balance of own rows":
+        loss = loss + (chosen.mean((0, 1)) * share.mean((0, 1))).sum() / world_size
+    else:
+        counts = chosen.sum((0, 1))
+        dist.all_reduce(counts)
+        num = 2 * seqlen
+        loss = loss + 0.1 * z.sum() / num + ((counts / num) * share.sum((0, 1)) / num).sum()
+    loss.backward()
+    ring_attn.sync_gradients(model)
+    return model, reported(loss)
