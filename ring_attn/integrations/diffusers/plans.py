@@ -289,7 +289,11 @@ PLANS: dict[str, Plan] = {
         _BLOCKS, "cross", cross=("cross_attn",), rows=(Rows("rope", 0),), output=None
     ),
     "StableAudioDiTModel": Plan(
-        _BLOCKS, "cross", cross=("attn2",), rows=(Rows("rotary_embedding", 0),)
+        _BLOCKS,
+        "cross",
+        cross=("attn2",),
+        rows=(Rows("rotary_embedding", 0),),
+        output=None,  # a convolution follows `proj_out`
     ),
     "Transformer2DModel": _TRANSFORMER_2D,
     "WanTransformer3DModel": _WAN,
