@@ -238,9 +238,6 @@ class Parallelized:
         def wrapped(*args: object, **kwargs: object) -> object:
             return around(module, forward, *args, **kwargs)
 
-        if not is_traced:
-            wrapped = left_out_of_graphs(_WHY_LEFT_OUT)(wrapped)
-
         def restore() -> None:
             if is_own:
                 module.forward = forward
@@ -248,7 +245,7 @@ class Parallelized:
                 del module.forward
             delattr(module, _MARK)
 
-        module.forward = wrapped
+        module.forward = wrapped if is_traced else left_out_of_graphs(_WHY_LEFT_OUT)(wrapped)
         object.__setattr__(module, _MARK, True)
         self._restored.append(restore)
 
