@@ -313,6 +313,7 @@ def _with_joint_layout(
         checks.check_tensors(q, k, v, packed=True)
         process_group = groups.check_group(group)
         sides = joint.sides_of(layout, process_group)
+        joint.check_options(options)
         dim = q.ndim - 3  # of the rows
         rank = process_group.rank()
         q = sides.own_queries(q, rank, dim)

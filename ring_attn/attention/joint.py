@@ -79,6 +79,16 @@ def sides_of(layout: object, group: dist.ProcessGroup) -> Sides:
     return Sides(*sides)
 
 
+def check_options(options: dict[str, Option]) -> None:
+    """Refuse options of `ring_attention` that joint layouts do not have."""
+    if options["same_bits"]:
+        raise NotImplementedError(
+            "same_bits=True is not possible with rows that every rank holds: their keys are summed "
+            "with those of their owner, and their gradients over the ranks, in another order for "
+            "another number of ranks; leave same_bits out, or use a SequenceLayout"
+        )
+
+
 def owners_of(layout: AnyLayout) -> SequenceLayout:
     """Return the layout that holds each position once."""
     return layout.owners if isinstance(layout, JointLayout) else layout
@@ -98,18 +108,36 @@ def on_every_rank(owned: Tensor, layout: AnyLayout, group: dist.ProcessGroup, di
     if isinstance(layout, SequenceLayout) or layout.num_replicated == 0:
         return owned
     rank = dist.get_rank(group)
-    rows_first = layout.owned_replicated(owned, rank, dim).movedim(dim, 0)
+    counts = [layout.num_owned(owner) for owner in range(layout.world_size)]
+    replicated = _of_all_ranks(layout.owned_replicated(owned, rank, dim), counts, group, dim)
+    return layout.joined(owned, replicated, rank, dim)
+
+
+def on_all_ranks(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Return the whole tensor on every rank from its shards; gradients of the result are shares."""
+    lens = list(layout.shard_lens)
+    return layout.unshard(_of_all_ranks(x, lens, group, dim).split(lens, dim), dim)
+
+
+def _of_all_ranks(x: Tensor, counts: list[int], group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Return the rows of all ranks, in the order of the ranks.
+
+    Args:
+        x: this rank's rows in `dim`.
+        counts: the number of rows of each rank.
+        group: the ranks.
+        dim: the dim of the rows.
+    """
+    rows_first = x.movedim(dim, 0)
     other_dims = rows_first.shape[1:]
-    rows = rows_first.reshape(rows_first.size(0), math.prod(other_dims))  # (rows, features)
     gathered: Tensor = _replicate(
-        rows,
-        counts=[layout.num_owned(owner) for owner in range(layout.world_size)],
+        rows_first.reshape(rows_first.size(0), math.prod(other_dims)),  # (rows, features)
+        counts=counts,
         group=group.group_name,
         back=False,
-        shape=[dim % owned.ndim, *other_dims],
+        shape=[dim % x.ndim, *other_dims],
     )
-    replicated = gathered.view(layout.num_replicated, *other_dims).movedim(0, dim)
-    return layout.joined(owned, replicated, rank, dim)
+    return gathered.view(sum(counts), *other_dims).movedim(0, dim)
 
 
 # -- keys that every rank holds

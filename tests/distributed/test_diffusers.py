@@ -10,12 +10,22 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from ring_attn import JointLayout, SequenceLayout
+from ring_attn.core.masks import from_dense
 from ring_attn.integrations.diffusers import PLANS, Plan, parallelize
-from ring_attn.integrations.diffusers.plans import Rows
+from ring_attn.integrations.diffusers.attention import masks_of
+from ring_attn.integrations.diffusers.config import requested_by
+from ring_attn.integrations.diffusers.plans import REFUSED, Rows
 from ring_attn.testing import check_rounded, noisy_runs
-from tests.diffusers_models import TINY, classes, compared, inputs_of, make, outcome, run, table
+from tests.diffusers_models import classes, compared, inputs_of, make, outcome, run, table
+from tests.diffusers_tiny import TINY
 from tests.distributed.pool import Pools, on_ranks
 from tests.hf_models import all_in_float64
 from tests.refusals import refused
@@ -40,6 +50,9 @@ def test_some_classes_are_right() -> None:
 def test_other_layouts_strategies_and_numbers_of_ranks() -> None:
     assert compared("SD3Transformer2DModel", dist.group.WORLD, layout="zigzag") == []
     assert compared("QwenImageTransformer2DModel", dist.group.WORLD, strategy="ulysses") == []
+    # Double- and single-stream blocks, and video that every rank needs whole after the blocks.
+    assert compared("FluxTransformer2DModel", dist.group.WORLD, layout="zigzag") == []
+    assert compared("Krea2Transformer2DModel", dist.group.WORLD, layout="striped") == []
 
 
 @pytest.mark.slow
@@ -122,6 +135,77 @@ def test_a_pipeline_with_guidance_makes_the_video_of_one_process() -> None:
     assert frames().shape == got.shape and handle.num_calls == 8
 
 
+def whole_pipeline() -> diffusers.WanPipeline:
+    """Return a tiny pipeline with text encoder and VAE, made from configs."""
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, "boat": 4, "at": 5, "sea": 6, "blurred": 7}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
+        pad_token="<pad>",
+        eos_token="</s>",
+    )
+    tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
+    torch.manual_seed(6)
+    text_config = transformers.UMT5Config(
+        vocab_size=8, d_model=16, d_kv=8, num_heads=2, d_ff=16, num_layers=1
+    )
+    return diffusers.WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=transformers.UMT5EncoderModel(text_config).eval(),
+        vae=diffusers.AutoencoderKLWan(
+            base_dim=3,
+            z_dim=16,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+        ).eval(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        transformer=make("WanTransformer3DModel", in_channels=16, out_channels=16),
+    )
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_whole_pipeline_makes_the_images_of_one_process() -> None:
+    """Text to images: text encoder and VAE run on every rank, and are left as they are."""
+    pipe = whole_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    modules = pipe.text_encoder, pipe.vae, pipe.transformer
+
+    def images(**noise: Any) -> Tensor:
+        result: Tensor = pipe(
+            prompt="a boat at sea",
+            negative_prompt="blurred",  # of another length
+            guidance_scale=3.0,
+            num_inference_steps=2,
+            height=32,
+            width=32,
+            num_frames=9,
+            max_sequence_length=8,
+            output_type="pt",
+            **noise,
+        ).frames
+        return result
+
+    latents = torch.randn(1, 16, 3, 4, 4, generator=torch.Generator().manual_seed(5))
+    noisy = noisy_runs(lambda: images(latents=latents))
+    with all_in_float64():
+        for module in modules:
+            module.double()
+        oracle = images(latents=latents.double())
+    for module in modules:
+        module.float()
+    handle = parallelize(pipe.transformer, dist.group.WORLD)
+    got = images(latents=latents)
+    assert handle.num_calls == 2 * 2 * 2, "steps, prompts and blocks"
+    assert got.shape == (1, 9, 3, 32, 32)
+    assert check_rounded("images", got, oracle.double(), noisy).ok
+    # Every rank draws the noise from the same seed, and gets the same images.
+    drawn = images(generator=torch.Generator().manual_seed(7))
+    every = [torch.empty_like(drawn) for _ in range(2)]
+    dist.all_gather(every, drawn.contiguous())
+    assert torch.equal(*every)
+
+
 @on_ranks(2)
 def test_what_is_not_built_is_refused() -> None:
     group = dist.new_group()
@@ -149,6 +233,113 @@ def test_what_is_not_built_is_refused() -> None:
         parallelize(model, group, plan=Plan(("blocks",), "cross", output="out"))
     with refused(ValueError, "must have blocks in layers"):
         parallelize(model, group, plan=Plan(("layers",), "cross"))
+    model = make("MotifVideoTransformer3DModel")
+    model.register_to_config(num_decoder_layers=1)
+    with refused(NotImplementedError, "num_decoder_layers=1 is not supported|it must be 0"):
+        parallelize(model, group)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    name = "FluxTransformer2DModel"
+    model = make(name)
+    parallelize(model, alone, same_bits=True)
+    with refused(NotImplementedError, "same_bits=True|rows that every rank holds"):
+        run(model, inputs_of(name))
+    for name, reason in REFUSED.items():
+        with refused(NotImplementedError, f"{name}|{reason}"):
+            parallelize(type(name, (nn.Module,), {})(), group)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled_transformers_and_blocks() -> None:
+    """Compiled code has the same bits; graphs end at blocks, or in blocks at attention."""
+    name = "WanTransformer3DModel"
+    inputs = inputs_of(name)
+    graphs: list[str] = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    model: Any = make(name).requires_grad_(False)
+    handle = parallelize(model, dist.group.WORLD)
+    expected = model(**inputs, return_dict=False)[0]
+    whole = torch.compile(model, backend=counting)
+    assert torch.equal(whole(**inputs, return_dict=False)[0], expected)
+    assert graphs and not any("scaled_dot_product_attention" in code for code in graphs)
+    graphs.clear()
+    handle.remove()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=counting)
+    parallelize(model, dist.group.WORLD)
+    assert torch.equal(model(**inputs, return_dict=False)[0], expected)
+    # Cross-attention to the text is in graphs, attention to the video of all ranks is not.
+    assert any("scaled_dot_product_attention" in code for code in graphs)
+    assert not any("ring_attn" in code for code in graphs)
+    torch.compiler.reset()
+
+
+@on_ranks(2)
+def test_a_config_of_diffusers_names_ranks_and_strategy() -> None:
+    config_of = diffusers.ContextParallelConfig
+    model = make("WanTransformer3DModel")
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "ring", "ulysses"))
+    for config, strategy in (
+        (config_of(ring_degree=2), "ring"),
+        (config_of(ulysses_degree=2, ulysses_anything=True), "ulysses"),
+        (config_of(ring_degree=2, mesh=mesh), "ring"),
+    ):
+        group, named = requested_by(config)
+        assert named.name_on(2) == strategy
+        handle = parallelize(model, config)
+        assert dist.get_process_group_ranks(handle.group) == [0, 1]
+        assert handle.strategy == named
+        handle.remove()
+    with refused(ValueError, "strategy must be left out|'auto'"):
+        parallelize(model, config_of(ring_degree=2), strategy="auto")
+    with refused(NotImplementedError, "convert_to_fp32 must be True|float32 always"):
+        parallelize(model, config_of(ring_degree=2, convert_to_fp32=False))
+    with refused(ValueError, "the number of ranks, 2|got 2 x 2"):
+        parallelize(model, config_of(ring_degree=2, ulysses_degree=2))
+    with refused(ValueError, "sizes of these axes|(2, 1)|got (1, 2)"):
+        parallelize(model, config_of(ulysses_degree=2, mesh=mesh))
+    with refused(ValueError, "must have the axes|('cp',)"):
+        parallelize(
+            model,
+            config_of(ring_degree=2, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))),
+        )
+
+
+@on_ranks(2)
+def test_masks_from_tensors() -> None:
+    """Hidden text of this rank's rows, masks of all rows, and masks that are refused."""
+    rank = dist.get_rank()
+    layout = JointLayout([SequenceLayout.contiguous(6, 2), 3])
+    layouts = layout, layout
+    text_seen = torch.tensor([True, True, False])
+    own = torch.cat([torch.ones(3, dtype=torch.bool), text_seen])
+    whole = torch.cat([torch.ones(6, dtype=torch.bool), text_seen])
+    # HunyuanVideo 1.5 hides text from text, and makes its mask from the rows of a rank.
+    expected = [from_dense(whole[:, None] & whole)]
+    assert masks_of((own[:, None] & own)[None, None], layouts, rank) == expected
+    assert masks_of((whole[:, None] & whole)[None, None], layouts, rank) == expected
+    keys = [from_dense(whole.expand(9, -1))]
+    assert masks_of(whole[None, None, None], layouts, rank) == keys
+    assert masks_of(whole.expand(1, 4, 6, -1), layouts, rank) == keys, "expanded by head and row"
+    added = torch.zeros(9).masked_fill(~whole, -1e4)
+    assert masks_of(added[None, None, None], layouts, rank) == keys, "added to scores"
+    assert masks_of(torch.zeros(1, 1, 1, 9), layouts, rank) is None
+    causal = torch.ones(9, 9).tril().bool()
+    assert masks_of(causal[None, None], layouts, rank) == [from_dense(causal)]
+    with refused(NotImplementedError, "differs by query and key"):
+        masks_of(torch.ones(6, 6).tril().bool()[None, None], layouts, rank)
+    with refused(NotImplementedError, "must hide only text"):
+        masks_of(own.flip(0)[None, None, None], layouts, rank)
+    with refused(NotImplementedError, "numbers that are added to scores are not supported"):
+        masks_of(torch.ones(1, 1, 1, 9), layouts, rank)
+    with refused(NotImplementedError, "equal for all heads"):
+        masks_of(torch.stack([causal, ~causal])[None], layouts, rank)
+    with refused(NotImplementedError, "must have 9 rows|got 4"):
+        masks_of(whole[None, None, None, 5:], layouts, rank)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -179,6 +179,32 @@ def test_a_mask_of_each_batch_entry() -> None:
         torch.testing.assert_close(out[entry : entry + 1], one)
 
 
+FRAMES, ROWS = 4, 6
+
+
+def frames_seen(kind: str) -> Mask:
+    """Return a mask between the frames of a video, as the page on diffusion makes them."""
+    frame = torch.arange(FRAMES)
+    distance = (frame[:, None] - frame).abs()
+    if kind == "frame-causal":
+        return masks.blocks(distance.new_ones(FRAMES, FRAMES).tril().bool(), ROWS)
+    if kind == "window and sink":
+        return masks.blocks((distance <= 1) | (frame[None] == 0), ROWS)
+    return masks.neighborhood((FRAMES, 2, 3), (1, 1, 1))
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+@on_ranks(3)
+def test_masks_of_frames_with_text(where: Literal["first", "last"]) -> None:
+    text = 5
+    for number, kind in enumerate(("frame-causal", "window and sink", "neighborhood")):
+        mask = masks.with_text(frames_seen(kind), text, where)
+        video = SequenceLayout.from_name(("zigzag", "contiguous", "striped")[number], 24, 3)
+        layout = JointLayout([text, video] if where == "first" else [video, text])
+        inputs = random_qkv(seqlen_q=24 + text, nheads=2, headdim=8)
+        check_call(inputs, mask, (layout, layout), kind, mask=mask, strategy="auto")
+
+
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "auto"])
 @on_ranks(3)
 def test_keys_that_every_rank_holds_are_not_sent(strategy: str) -> None:
@@ -232,6 +258,8 @@ def test_wrong_layouts_are_refused() -> None:
         call(x, layout, strategy="q_exchange")
     with refused(TypeError, "a JointLayout, or a pair of"):
         call(x, (layout, "contiguous"))
+    with refused(NotImplementedError, "same_bits=True|rows that every rank holds|SequenceLayout"):
+        call(x, layout, same_bits=True)
     with refused(ValueError, "strategy"):
         text = JointLayout([TEXT], world_size=2)
         ring_attention(
