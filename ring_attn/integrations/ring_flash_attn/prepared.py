@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, MutableMapping
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
