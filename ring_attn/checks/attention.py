@@ -90,8 +90,8 @@ def check_plain(name: str, x: Tensor) -> None:
         )
     if forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(
-            "forward-mode differentiation (torch.autograd.forward_ad) is not "
-            f"built, got {name} with a tangent; use backward() or torch.autograd.grad"
+            "forward-mode differentiation (torch.autograd.forward_ad) is not supported, got "
+            f"{name} with a tangent; use backward() or torch.autograd.grad"
         )
 
 

@@ -194,12 +194,12 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
     add(
         "--seqlen",
         type=parse_size,
-        help="length of the whole sequence, such as 1M (required, except with --fits or --target)",
+        help="length of the whole sequence, such as 1M (default: none; required, except with --fits or --target)",
     )
     add(
         "--world-size",
         type=parse_ranks,
-        help="number of ranks (required, except with --target)",
+        help="number of ranks (default: none; required, except with --target)",
     )
     add("--batch", type=count_of("sequences"), default=1, help="sequences at a time (default: 1)")
     add(

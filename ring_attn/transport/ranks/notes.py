@@ -33,18 +33,18 @@ class Notes:
     """One rank's access to the notes of a group in its store; ranks are global ranks."""
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
-        self._store, self._prefix, self._rank = store, f"{meeting}/notes", rank
+        self.store, self._prefix, self._rank = store, f"{meeting}/notes", rank
 
     def write_calls(self, calls: Iterable[Identity], waits_for: int | None = None) -> None:
         """Write down this rank's last calls, and the rank for which it waits."""
         reports = [(call.sequence, call.report()) for call in calls]
         note = json.dumps({"calls": reports, "waits_for": waits_for})
-        self._store.set(f"{self._prefix}/calls/{self._rank}", note)
+        self.store.set(f"{self._prefix}/calls/{self._rank}", note)
 
     def write_refusal(self, calls: Iterable[Identity]) -> None:
         """Write down this rank's calls, of which it has refused the last one."""
         self.write_calls(calls)
-        append(self._store, f"{self._prefix}/refused", f"{self._rank}\n")
+        append(self.store, f"{self._prefix}/refused", f"{self._rank}\n")
 
     def write_failure(self, text: str, *, shared: bool = False) -> bool:
         """Write down why this rank's call ended; return False if another rank failed before.
@@ -54,7 +54,7 @@ class Notes:
         if self._read("failed") is not None:
             return False
         note = json.dumps({"rank": self._rank, "text": text[:MAX_CHARACTERS], "shared": shared})
-        self._store.set(f"{self._prefix}/failed", note)
+        self.store.set(f"{self._prefix}/failed", note)
         return True
 
     def waits(self, peer: int) -> list[int]:
@@ -84,9 +84,9 @@ class Notes:
     def refusals(self) -> list[int]:
         """Return the ranks that have refused calls, each as often as it has reported a refusal."""
         key = f"{self._prefix}/refused"
-        if not self._store.check([key]):
+        if not self.store.check([key]):
             return []
-        return [int(rank) for rank in self._store.get(key).split()]
+        return [int(rank) for rank in self.store.get(key).split()]
 
     def refusal(self, calls: Iterable[Identity], num_old: int = 0) -> str | None:
         """Return why a rank that refused a call will not make these calls; None if unknown.
@@ -123,11 +123,11 @@ class Notes:
 
         Both ranks write down their layouts and masks when they find a difference.
         """
-        self._store.set(f"{self._prefix}/details/{call.sequence}/{self._rank}", call.details)
+        self.store.set(f"{self._prefix}/details/{call.sequence}/{self._rank}", call.details)
         key = f"{self._prefix}/details/{call.sequence}/{peer}"
-        if not poll_until(lambda: self._store.check([key]), DETAILS_S):
+        if not poll_until(lambda: self.store.check([key]), DETAILS_S):
             return {}
-        of_ranks = {self._rank: call.details, peer: self._store.get(key).decode()}
+        of_ranks = {self._rank: call.details, peer: self.store.get(key).decode()}
         return places_of_difference({rank_name(rank): of_ranks[rank] for rank in sorted(of_ranks)})
 
     def failure(self) -> str | None:
@@ -146,4 +146,4 @@ class Notes:
     def _read(self, name: str) -> Json:
         key = f"{self._prefix}/{name}"
         # `get` waits for a key that does not exist.
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
