@@ -32,7 +32,6 @@ from ring_attn.testing.launch import (
     run_ranks,
     under_torchrun,
 )
-from ring_attn.torch_private import HIGH_PRIORITY_VARIABLE
 from ring_attn.values.outside import env_int
 
 RANKS = 2
@@ -76,7 +75,7 @@ HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host then waits for each kernel: nothing overlaps"),
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "copies and kernels of all streams then run in one queue"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host then waits for each message: nothing overlaps"),
-    HIGH_PRIORITY_VARIABLE: ("1", "process groups then share the 32 streams of our exchanges"),
+    "TORCH_NCCL_HIGH_PRIORITY": ("1", "process groups then share the 32 streams of our exchanges"),
 }
 
 # Streams that CUDA runs at a time at most, and its default. An exchange under way has two streams.
