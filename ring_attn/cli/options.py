@@ -194,7 +194,8 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
     add(
         "--seqlen",
         type=parse_size,
-        help="length of the whole sequence, such as 1M (default: none; required, except with --fits or --target)",
+        help="length of the whole sequence, such as 1M (default: none; required, except with "
+        "--fits or --target)",
     )
     add(
         "--world-size",
