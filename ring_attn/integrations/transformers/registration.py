@@ -247,16 +247,19 @@ class Registration:
             check_config(module, in_stack=True)
             # (batch, heads, rows, headdim) -> (batch, rows, heads, headdim)
             q, k, v = (as_autocast(x).transpose(1, 2) for x in qkv)
-            causal = not stacks.state.cross and causal_of(module, given["is_causal"], q.size(1))
-            rule = Rule(causal, window_of(module, given, causal), chunk_of(module))
+            cross = stacks.state.cross
+            causal = not cross and causal_of(module, given["is_causal"], q.size(1))
+            # The window of a decoder's layer is not one of its cross-attention.
+            has_window = not cross or given.get("sliding_window") is not None
+            window = window_of(module, given, causal) if has_window else (-1, -1)
+            rule = Rule(causal, window, None if cross else chunk_of(module))
             batch_mask: BatchMask | None = given["attention_mask"]
-            if stacks.state.cross and place.layout_k is None:
+            if cross and place.layout_k is None:
                 raise NotImplementedError(
                     f"{type(module).__name__} has cross-attention, but its layer did not get "
                     f"{stacks.ENCODER_ROWS}: rows of another name are not split"
                 )
-            layout_k = place.layout_k if stacks.state.cross else None
-            layout_k = layout_k or place.layout
+            layout_k = (place.layout_k if cross else None) or place.layout
             seqlens = place.layout.seqlen, layout_k.seqlen
             check_batch_mask(batch_mask, None, (None, None), (q.size(0), layout_k.seqlen))
         options: AttentionOptions = {
@@ -273,7 +276,7 @@ class Registration:
             beyond = batch_mask is not None and batch_mask.beyond_windows
             row_masks = [
                 _mask_of_keys(seqlens, row[0])
-                if stacks.state.cross
+                if cross
                 else mask_of(seqlens[1], row, rule, None, beyond)
                 for row in rows
             ]

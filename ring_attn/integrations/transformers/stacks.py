@@ -175,7 +175,7 @@ def install(model: Model, ring_of: RingOf) -> None:
     for stack in stacks:
         if any(hasattr(hook, "splits") for hook in stack[0]._forward_pre_hooks.values()):
             continue
-        has_encoder = ENCODER_ROWS in _names(type(stack[0]))
+        has_encoder = ENCODER_ROWS in _names(stack[0])
         is_inner = bool(model.config.is_encoder_decoder) and not has_encoder
         for index, layer in enumerate(stack):
             enter = partial(_enter, ring_of, index == 0)
@@ -192,18 +192,23 @@ def install(model: Model, ring_of: RingOf) -> None:
 def _crossing(layer: nn.Module) -> list[nn.Module]:
     """Return the parts of a layer that get the rows of an encoder."""
     parts = [part for part in layer.modules() if part is not layer]
-    return [part for part in parts if not {*CROSS}.isdisjoint(_names(type(part)))]
+    return [part for part in parts if not {*CROSS}.isdisjoint(_names(part))]
+
+
+def _names(part: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments of a module's forward."""
+    return _names_of(type(part).forward)
 
 
 @lru_cache(maxsize=256)
-def _names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the arguments of a module's forward."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _names_of(forward: Callable[..., Value]) -> tuple[str, ...]:
+    """Return the names of a method's arguments, without self."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _by_name(part: nn.Module, args: tuple[Value, ...], kwargs: Keywords) -> dict[str, Value]:
     """Return the arguments of a module's forward by name."""
-    return {**dict(zip(_names(type(part)), args, strict=False)), **kwargs}
+    return {**dict(zip(_names(part), args, strict=False)), **kwargs}
 
 
 def _enter_cross(part: nn.Module, args: tuple[Value, ...], kwargs: Keywords) -> None:
@@ -249,7 +254,7 @@ def _enter(
     state.place = Place(rows.layout, layout_k, given.get(BOUNDARIES))
     state.attended = False
     _keep_place(layer)
-    names = _names(type(layer))
+    names = _names(layer)
     of_args = [
         x if i == 0 and is_first else changed.get(names[i], value) if i < len(names) else value
         for i, value in enumerate(args)
