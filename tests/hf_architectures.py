@@ -105,8 +105,9 @@ def architectures() -> list[Architecture]:
     """Every class for causal, masked and sequence-to-sequence language models, once."""
     found: dict[str, Architecture] = {}
     for head, classes in HEADS.items():
-        for model_type, name in classes.items():
-            found.setdefault(str(name), Architecture(head, model_type, str(name)))
+        for model_type, names in classes.items():
+            name = str(names[0] if isinstance(names, tuple) else names)
+            found.setdefault(name, Architecture(head, model_type, name))
     return sorted(found.values())
 
 

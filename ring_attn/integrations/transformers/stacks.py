@@ -453,8 +453,8 @@ def check_rows(model: Model, args: tuple[Value, ...], kwargs: Keywords, group: V
             problem = error
         except Exception as error:
             problem = NotImplementedError(
-                f"the layers of {name} cannot run on a part of the rows ({type(error).__name__}: "
-                f"{error}): use the model on one rank, or with another attn_implementation"
+                f"the layers of {name} cannot run on a part of the rows: use the model on one "
+                f"rank, or with another attn_implementation ({type(error).__name__}: {error})"
             )
         _refuse_on_all_ranks(name, problem, device, group)
 
