@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.integrations.transformers import register
 from ring_attn.integrations.transformers.models import first_position
+from ring_attn.integrations.transformers.stacks import numbers_own_rows
 from ring_attn.testing import check_rounded, noisy_runs
 from tests.hf_models import VOCAB, all_in_float64
 
@@ -74,6 +76,21 @@ HEADS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "speech to text": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "videos": modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES,
+    "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+}
+# Heads of models whose inputs are no tokens, and the sizes of these.
+SENSED = ("speech to text", "images", "videos", "audio")
+SENSED_SIZES = {
+    "image_size": 28,
+    "patch_size": 4,
+    "num_frames": 4,
+    "num_mel_bins": 16,
+    "max_length": 64,
+    "max_source_positions": 33,
+    "layerdrop": 0.0,
 }
 
 
@@ -89,8 +106,9 @@ def architectures() -> list[Architecture]:
     """Every class for causal, masked and sequence-to-sequence language models, once."""
     found: dict[str, Architecture] = {}
     for head, classes in HEADS.items():
-        for model_type, name in classes.items():
-            found.setdefault(str(name), Architecture(head, model_type, str(name)))
+        for model_type, names in classes.items():
+            name = str(names[0] if isinstance(names, tuple) else names)
+            found.setdefault(name, Architecture(head, model_type, name))
     return sorted(found.values())
 
 
@@ -118,6 +136,8 @@ def make(architecture: Architecture, implementation: str) -> Any:
     model_class = getattr(transformers, architecture.model_class)
     config = model_class.config_class or CONFIG_MAPPING[architecture.model_type]
     arguments = options(config) | SPECIAL.get(architecture.model_class, {})
+    if architecture.head in SENSED:
+        arguments |= {name: x for name, x in SENSED_SIZES.items() if name in vars(config())}
     with torch.device("meta"):
         model = model_class(config(**arguments))
     if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
@@ -131,26 +151,54 @@ def make(architecture: Architecture, implementation: str) -> Any:
     return made.eval()
 
 
-def run(model: Any, ids: Tensor, **more: Any) -> Tensor:
-    if model.config.is_encoder_decoder:
-        more["decoder_input_ids"] = ids
+def inputs_of(architecture: Architecture, model: Any) -> dict[str, Tensor]:
+    """Inputs of the whole sequence: token ids, or pixels or samples."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (1, SEQLEN), generator=generator)
+    takes_both = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    decoder = {"decoder_input_ids": ids} if takes_both else {}
+    if architecture.head not in SENSED:
+        return {"input_ids": ids, **decoder}
+    config, channels = model.config, getattr(model.config, "num_channels", 3)
+    size = getattr(config, "image_size", 28)
+    shape = {
+        "images": (channels, size, size),
+        "videos": (getattr(config, "num_frames", 4), channels, size, size),
+        "audio": (1600,),
+        "speech to text": (64, getattr(config, "input_feat_per_channel", 16)),
+    }[architecture.head]
+    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
+        shape = (config.num_mel_bins, 2 * config.max_source_positions)
+    elif hasattr(config, "num_mel_bins"):
+        shape = (config.max_length, config.num_mel_bins)
+    elif hasattr(config, "feature_projection_input_dim"):
+        shape = (64, config.feature_projection_input_dim)
+    drawn = torch.randn(1, *shape, generator=generator)
+    return {model.main_input_name: drawn, **decoder}
+
+
+def run(model: Any, inputs: dict[str, Tensor], **more: Any) -> Tensor:
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, **more).logits
+        logits: Tensor = model(**inputs, **more).logits
     return logits
+
+
+def doubled(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """A model in one process: its input, and what its logits (1, SEQLEN, VOCAB) should be."""
+    """A model in one process: its inputs, and what its logits should be."""
 
     model: Any
-    ids: Tensor
+    inputs: dict[str, Tensor]
     oracle: Tensor
 
     @functools.cached_property
     def noisy(self) -> list[Tensor]:
         """Logits of runs with random rounding, which most models are refused before they need."""
-        return noisy_runs(lambda: run(self.model, self.ids))
+        return noisy_runs(lambda: run(self.model, self.inputs))
 
 
 def outcome(architecture: Architecture) -> str:
@@ -158,15 +206,15 @@ def outcome(architecture: Architecture) -> str:
 
     It runs as the recipe says, and without position_ids: neither may be wrong without a word.
     """
-    ids = torch.randint(3, VOCAB, (1, SEQLEN), generator=torch.Generator().manual_seed(1))
     try:
         model = make(architecture, "eager")
-        run(model, ids)
+        inputs = inputs_of(architecture, model)
+        run(model, inputs)
         with all_in_float64():
-            oracle = run(copy.deepcopy(model).double(), ids)
+            oracle = run(copy.deepcopy(model).double(), doubled(inputs))
     except Exception as error:
         return _refused_when_made(architecture) or f"not tried: {type(error).__name__}"
-    whole = _Whole(model, ids, oracle)
+    whole = _Whole(model, inputs, oracle)
     rank, groups = dist.get_rank(), [dist.new_group([r]) for r in range(dist.get_world_size())]
     groups = [groups[rank], dist.new_group()]
     words = [
@@ -203,22 +251,31 @@ def _compared(
     group: Any,
     given: bool,
 ) -> str:
-    """The outcome of a forward of this rank's rows, with position_ids if `given`."""
+    """The outcome of a forward of this rank's rows, with position_ids if `given`.
+
+    A model that numbers its own rows gets the whole inputs.
+    """
     rank = dist.get_rank(group)
     layout = SequenceLayout.contiguous(SEQLEN, dist.get_world_size(group))
-    positions = shard_batch({"input_ids": whole.ids}, layout, rank)["position_ids"]
+    numbers = numbers_own_rows(whole.model)
     try:
         with register(group):
             split = make(architecture, "ring_attn")
             split.load_state_dict(whole.model.state_dict())
-            more = {"position_ids": positions + first_position(split)} if given else {}
-            got = run(split, layout.shard(whole.ids, rank), **more)
+            if numbers:
+                got = run(split, whole.inputs)
+            else:
+                part = shard_batch(whole.inputs, layout, rank)
+                positions = part.pop("position_ids") + first_position(split)
+                got = run(split, part, **{"position_ids": positions} if given else {})
     except (NotImplementedError, ValueError) as error:
         return _shown(architecture, error)
     except Exception as error:
         return f"fails: {type(error).__name__}"
-    oracle = layout.shard(whole.oracle, rank)
-    noisy = [layout.shard(logits, rank) for logits in whole.noisy]
+    oracle, noisy = whole.oracle, whole.noisy
+    if not numbers:
+        oracle = layout.shard(oracle, rank)
+        noisy = [layout.shard(logits, rank) for logits in noisy]
     return "right" if check_rounded("logits", got, oracle, noisy).ok else "WRONG"
 
 
@@ -232,6 +289,9 @@ model of each architecture, on 1 and on 2 ranks, with `position_ids` and without
 - right: the logits are those of one process, within the bound of the tests
 - refused: an error names the model and the reason
 - not tried: no tiny model could be made
+
+Models of an encoder and a decoder, and models of images, videos and audio, got their whole inputs
+on each rank. Those that compute no attention are refused, too.
 """
     for head in HEADS:
         yield f"## {head.capitalize()}\n\n| model | on a split sequence |\n|---|---|"

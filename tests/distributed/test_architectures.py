@@ -25,7 +25,7 @@ SOME = {
     "BartForCausalLM": OWN_POSITIONS,
     "RecurrentGemmaForCausalLM": "RecurrentGemmaRglru) mixes rows of the sequence",
     "MobileBertForMaskedLM": "trigram_input",
-    "T5ForConditionalGeneration": "an encoder and a decoder",
+    "T5ForConditionalGeneration": "a bias by relative position",
 }
 BY_NAME = {architecture.model_class: architecture for architecture in architectures()}
 

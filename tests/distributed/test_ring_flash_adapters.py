@@ -31,6 +31,8 @@ from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close, named
 from tests.distributed.pool import on_ranks
 from tests.hf_models import VOCAB, all_in_float64, make_model, yardstick
+from tests.hf_own_rows import FAMILIES as FAMILIES_WITH_OWN_ROWS
+from tests.hf_own_rows import make as make_with_own_rows
 from tests.refusals import refused
 
 LENGTHS = (17, 1, 29, 10)  # of packed sequences
@@ -171,6 +173,14 @@ def test_what_contradicts_the_documents_is_refused() -> None:
             if rank == 1:
                 with refused(error, words):
                     model(**{"input_ids": ids, "position_ids": positions, **changes})
+
+
+@on_ranks(2)
+def test_models_that_number_their_own_rows_are_refused() -> None:
+    with with_flash_attn(), substitute_hf_flash_attn(dist.new_group(), 1):
+        model = make_with_own_rows("vit", adapters.NAME)
+        with refused(NotImplementedError, "number their own rows|substitute_hf_flash_attn"):
+            model(**FAMILIES_WITH_OWN_ROWS["vit"].inputs())
 
 
 def test_a_substitution_is_undone_and_replaced() -> None:

@@ -150,6 +150,7 @@ PARALLEL = "accelerator.state.parallelism_config"
         ("args.accelerator_config.dispatch_batches", True, NOT_BUILT, "dispatch_batches"),
         ("args.average_tokens_across_devices", False, NOT_BUILT, "average_tokens"),
         ("model_accepts_loss_kwargs", False, NOT_BUILT, "num_items_in_batch"),
+        ("model.config.is_encoder_decoder", True, NOT_BUILT, "numbers its rows itself"),
     ],
 )
 def test_surroundings_that_are_refused(

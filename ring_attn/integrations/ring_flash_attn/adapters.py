@@ -68,6 +68,19 @@ class Substitution:
         """Whether models are probed: not here, as code like ring-flash-attn's shards by itself."""
         return False
 
+    @property
+    def gather(self) -> bool:
+        """Whether models that number their own rows gather them; such models are refused."""
+        return True
+
+    @property
+    def layout(self) -> str:
+        """The layout in which models split their rows themselves: they are refused."""
+        raise NotImplementedError(
+            "models that number their own rows, such as encoders of images, are not supported together "
+            "with substitute_hf_flash_attn: use ring_attn.integrations.transformers.register"
+        )
+
     def layout_of(self, given: Keywords, rows: int) -> None:
         """Refuse heads that pool rows, while attention is substituted."""
         if _is_on:

@@ -20,6 +20,7 @@ from ring_attn.integrations.trainer.batches import as_documents, fingerprint, nu
 from ring_attn.integrations.transformers.cache import LAYOUT
 from ring_attn.integrations.transformers.masks import tokens_of
 from ring_attn.integrations.transformers.registration import Registration
+from ring_attn.integrations.transformers.stacks import numbers_own_rows
 from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
 from ring_attn.models.batch import shard_batch, unshard
 from ring_attn.models.logprobs import whole_rows
@@ -483,6 +484,11 @@ def check_trainer(trainer: HFTrainer) -> None:
         raise ValueError(
             "cp_size and sp_size of parallelism_config must be 1, because the group of register() "
             f"shares the sequences, got cp_size={parallel.cp_size} and sp_size={parallel.sp_size}"
+        )
+    if numbers_own_rows(trainer.model):
+        raise NotImplementedError(
+            f"{type(trainer.model).__name__} numbers its rows itself, from whole inputs, which "
+            "split_sequence would shard: write your own training loop, with sync_gradients"
         )
     loss = getattr(getattr(trainer.model, "loss_function", None), "__name__", None)
     if loss != "ForCausalLMLoss" or not trainer.model_accepts_loss_kwargs:

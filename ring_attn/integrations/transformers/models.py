@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.integrations.transformers import stacks
 from ring_attn.integrations.transformers.pools import finish, install
 from ring_attn.integrations.transformers.probe import find_mixing
 from ring_attn.integrations.transformers.untyped import Cache, Config, Keywords, Model, Value
@@ -74,7 +75,13 @@ class Registered(Protocol):
     def group(self) -> Group: ...
 
     @property
+    def layout(self) -> str: ...
+
+    @property
     def probe(self) -> bool: ...
+
+    @property
+    def gather(self) -> bool: ...
 
     def layout_of(self, given: Keywords, rows: int) -> SequenceLayout | None:
         """Return the layout of a forward whose outputs are pooled; None if no rows are sharded."""
@@ -195,8 +202,11 @@ def first_position(part: nn.Module) -> int:
     return config.pad_token_id + 1 if _counts_from_padding(type(part).__module__) else 0
 
 
-def check_config(module: nn.Module) -> None:
-    """Refuse models that need rows of other ranks outside of attention."""
+def check_config(module: nn.Module, in_stack: bool = False) -> None:
+    """Refuse models that need rows of other ranks outside of attention.
+
+    `in_stack` is whether the module is in a model that splits its rows itself.
+    """
     config = getattr(module, "config", None)
     others = sorted(_layer_types(config) - KNOWN_TYPES)
     if others:
@@ -205,7 +215,7 @@ def check_config(module: nn.Module) -> None:
             f"a way that is not supported: only {' and '.join(sorted(KNOWN_TYPES))} work on a "
             "sharded sequence"
         )
-    if getattr(config, "patch_size", None):
+    if getattr(config, "patch_size", None) and not in_stack:
         raise NotImplementedError(
             "the patches of images cannot be sharded over ranks: make the model with "
             "attn_implementation={'text_config': 'ring_attn', 'vision_config': 'sdpa'}"
@@ -242,10 +252,10 @@ def refuse_by_code(model: Model) -> None:
             f"{name} computes attention in its own code, not by an attention function: use a model "
             "that supports transformers' AttentionInterface"
         )
-    if config.is_encoder_decoder:
+    if getattr(config, "relative_attention_num_buckets", None):
         raise NotImplementedError(
-            f"{name} is an encoder and a decoder: cross-attention is not supported for models; use "
-            "a model that is only an encoder or only a decoder"
+            f"{name} adds a bias by relative position to the scores of attention, which is not "
+            "supported: use it on one rank, with another attn_implementation"
         )
     text_config = config.get_text_config()
     if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
@@ -261,11 +271,26 @@ def refuse_by_code(model: Model) -> None:
             )
 
 
-def _before(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Begin a forward; refuse a forward in which each rank would count positions from 0."""
+def _before(
+    model: Model, args: tuple[object, ...], kwargs: dict[str, object]
+) -> stacks.Inputs | None:
+    """Begin a forward; refuse a forward in which each rank would count positions from 0.
+
+    Return changed arguments of a model that numbers its own rows.
+    """
     name = model.config._attn_implementation
     if name not in registered or probing.on:
-        return
+        return None
+    if stacks.state.depth or stacks.numbers_own_rows(model):
+        return _before_whole(model, registered[name], args, kwargs)
+    _before_rows(model, registered[name], args, kwargs)
+    return None
+
+
+def _before_rows(
+    model: Model, ring: Registered, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Begin the forward of a model that gets this rank's rows and their positions."""
     is_recurrent = bool(RECURRENT_TYPES & _layer_types(model.config))
     if torch.compiler.is_compiling():
         if is_recurrent:
@@ -288,7 +313,6 @@ def _before(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -
     running.given = {key: value for key, value in given.items() if value is not None}
     running.recomputes = model.training and model.is_gradient_checkpointing
     running.pooled = False
-    ring = registered[name]
     with reporting(ring.group):
         require_positions(model, groups.check_group(ring.group))
         # A sharded cache shards and adds positions in its own hook, after this one.
@@ -298,6 +322,95 @@ def _before(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -
             position_ids = cast(Tensor, given["position_ids"])
             ring.check_positions(given, position_ids, first_position(model))
         _check_parts(model, ring)
+
+
+def _before_whole(
+    model: Model, ring: Registered, args: tuple[object, ...], kwargs: dict[str, object]
+) -> stacks.Inputs | None:
+    """Begin the forward of a model that numbers its own rows; see `stacks`."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{type(model).__name__} splits its rows in hooks, which are not compiled: compile "
+            "other models, or this one with another attn_implementation"
+        )
+    running.depth += 1
+    stacks.state.depth += 1
+    if stacks.state.depth > 1:
+        return None
+    with reporting(ring.group):
+        group = groups.check_group(ring.group)
+        names = inspect.signature(model.forward).parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if dist.get_world_size(group) > 1:
+            _check_whole(model, given)
+        if "use_cache" in names and "use_cache" not in given:
+            kwargs = {**kwargs, "use_cache": False}  # a cache of this rank's rows has no use
+        if model not in _checked:
+            stacks.install(model, _ring_of)
+            if ring.probe and dist.get_world_size(group) > 1:
+                stacks.check_rows(model, args, kwargs, group)
+            _checked[model] = False
+    return args, kwargs
+
+
+def _check_whole(model: Model, given: Keywords) -> None:
+    """Refuse arguments with which a model that numbers its own rows cannot be split."""
+    name = type(model).__name__
+    for option in (*CACHES, "use_cache"):
+        if given.get(option) is not None and given[option] is not False:
+            raise NotImplementedError(
+                f"{name} splits its rows after its embeddings, and {option} is not supported for that: "
+                "generate on one rank, with another attn_implementation"
+            )
+    for option in sorted(PLACED & given.keys()):
+        raise NotImplementedError(
+            f"{name} splits its rows itself, in the layout given to register(): leave {option} out"
+        )
+    if given.get("return_dict", getattr(model.config, "return_dict", True)) is False:
+        raise NotImplementedError(
+            f"{name} splits its rows, for which its outputs must have names: leave "
+            "return_dict=False out"
+        )
+    for part in model.modules() if model.training else ():
+        config = getattr(part, "config", None)
+        if getattr(part, "layerdrop", 0) or getattr(config, "layerdrop", 0):
+            raise NotImplementedError(
+                f"{name} skips layers at random (layerdrop), each rank other layers: set "
+                "layerdrop, encoder_layerdrop and decoder_layerdrop of the config to 0"
+            )
+
+
+def _ring_of(layer: nn.Module) -> tuple[Registered, dist.ProcessGroup] | None:
+    """Return the implementation of a layer's attention, and its group, if it is registered."""
+    for part in layer.modules():
+        config: Config = getattr(part, "config", None)
+        if config is not None:
+            ring = registered.get(config._attn_implementation)
+            return None if ring is None else (ring, groups.check_group(ring.group))
+    return None
+
+
+def _after_whole(model: Model, ring: Registered, output: Value) -> None:
+    """End the forward of a model that numbers its own rows, also a failed one."""
+    stacks.state.depth -= 1
+    running.depth -= 1
+    world_size = dist.get_world_size(groups.check_group(ring.group))
+    unfinished = stacks.state.depth == 0 and stacks.state.rows is not None
+    if unfinished:
+        stacks.state.rows = stacks.state.cut = None
+    if output is None or world_size == 1:
+        return
+    if unfinished:
+        with reporting(ring.group):
+            raise NotImplementedError(
+                f"the last layer of {type(model).__name__} did not run, after which the rows of "
+                "all ranks are gathered: use the model on one rank"
+            )
+    if not ring.gather:
+        return
+    stacks.whole_hidden_states(output)
+    if running.depth == 0:
+        stacks.share_of_losses(output, world_size)
 
 
 def _check_parts(model: Model, ring: Registered) -> None:
@@ -450,6 +563,9 @@ def after_forward(model: Model, args: tuple[object, ...], output: object) -> obj
     """
     name = model.config._attn_implementation
     if torch.compiler.is_compiling() or name not in registered or not running.depth or probing.on:
+        return None
+    if stacks.state.depth:
+        _after_whole(model, registered[name], output)
         return None
     running.depth -= 1
     if running.depth == 0:

@@ -59,7 +59,7 @@ def find_mixing(model: Model, given: Keywords, first: int, pools: bool) -> Mixed
     A model that cannot run on the probe's tokens is not judged, and a warning is logged.
     """
     try:
-        with _probe_mode(model):
+        with probe_mode(model):
             inputs = _inputs(model, given, first)
             usual = _run(model, inputs)
             for row in CHANGED:
@@ -78,7 +78,7 @@ def find_mixing(model: Model, given: Keywords, first: int, pools: bool) -> Mixed
 
 
 @contextmanager
-def _probe_mode(model: nn.Module) -> Iterator[None]:
+def probe_mode(model: nn.Module) -> Iterator[None]:
     """Run inside without gradients, in evaluation mode, and without mixing in attention."""
     training = [part for part in model.modules() if part.training]
     probing.on = current.by_row = True

@@ -15,7 +15,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ring_attn.api import ring_attention, tree_decode
 from ring_attn.call import AttentionOptions, DecodeOptions, ExecutionOptions, check_execution
 from ring_attn.checks import attention as checks
+from ring_attn.core import masks
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.integrations.transformers import stacks
 from ring_attn.integrations.transformers.cache import LAYOUT, make_cache
 from ring_attn.integrations.transformers.cache_step import CacheStep
 from ring_attn.integrations.transformers.masks import (
@@ -57,6 +60,9 @@ from ring_attn.values.probing import probing
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
 
+# Arguments that `_attend_in_stack` reads, or that have no effect there.
+IN_STACK = frozenset({"attention_mask", "is_causal", "max_seqlen"})
+
 # Keywords that give the positions of rows: without them the attention would be different.
 PLACED = frozenset({LAYOUT, "cu_seq_lens_q", "cu_seq_lens_k"})
 
@@ -97,6 +103,7 @@ class Registration:
         execution: the strategy, backend, same_bits and transport that `register` got.
         ignore: keywords of a forward that the attention ignores.
         probe: whether models are probed for other parts that mix rows.
+        gather: whether models that number their own rows gather them after their last layer.
     """
 
     name: str
@@ -105,6 +112,7 @@ class Registration:
     execution: ExecutionOptions
     ignore: frozenset[str]
     probe: bool = True
+    gather: bool = True
 
     def unregister(self) -> None:
         """Remove the name; models that still use it will raise an error."""
@@ -168,8 +176,16 @@ class Registration:
         or False. Return (batch, rows, nheads, headdim_v), and None instead of weights.
         """
         if probing.on:
+            if stacks.checking():
+                return stacks.by_row(query, key, value), None
             return values_of(query, value), None
+        place = stacks.attended()
+        if place is not None:
+            given = {**kwargs, "attention_mask": attention_mask, "is_causal": is_causal}
+            out = self._attend_in_stack(module, (query, key, value), dropout, scaling, place, given)
+            return out, None
         with reporting(self.group):
+            self._refuse_outside_of_stack(module)
             count_call(kwargs, PLACED)
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
             check_config(module)
@@ -211,6 +227,76 @@ class Registration:
         options["layout"] = placed.layouts if isinstance(placed, CacheStep) else placed
         options["cu_seqlens"], options["cu_seqlens_k"] = documents
         return ring_attention(q, k, v, **options), None
+
+    def _attend_in_stack(
+        self,
+        module: nn.Module,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        dropout: float,
+        scaling: float | None,
+        place: stacks.Place,
+        given: Keywords,
+    ) -> Tensor:
+        """Compute attention in a model that splits its rows itself, which are at `place`.
+
+        `qkv` are as in `attend`, `given` are its other arguments.
+        """
+        with reporting(self.group):
+            others = {name: x for name, x in given.items() if name not in IN_STACK}
+            _check_arguments(given["attention_mask"], dropout, others, self.ignore)
+            check_config(module, in_stack=True)
+            # (batch, heads, rows, headdim) -> (batch, rows, heads, headdim)
+            q, k, v = (as_autocast(x).transpose(1, 2) for x in qkv)
+            cross = stacks.state.cross
+            causal = not cross and causal_of(module, given["is_causal"], q.size(1))
+            # The window of a decoder's layer is not one of its cross-attention.
+            has_window = not cross or given.get("sliding_window") is not None
+            window = window_of(module, given, causal) if has_window else (-1, -1)
+            rule = Rule(causal, window, None if cross else chunk_of(module))
+            batch_mask: BatchMask | None = given["attention_mask"]
+            if cross and place.layout_k is None:
+                raise NotImplementedError(
+                    f"{type(module).__name__} has cross-attention, but its layer did not get "
+                    f"{stacks.ENCODER_ROWS}: rows of another name are not split"
+                )
+            layout_k = (place.layout_k if cross else None) or place.layout
+            seqlens = place.layout.seqlen, layout_k.seqlen
+            check_batch_mask(batch_mask, None, (None, None), (q.size(0), layout_k.seqlen))
+        options: AttentionOptions = {
+            "softmax_scale": scaling,
+            "softcap": given.get("softcap") or 0.0,
+            "sinks": given.get("s_aux"),
+            "group": self.group,
+            "layout": (place.layout, layout_k),
+            **self.execution,
+        }
+        if batch_mask is not None or rule.chunk:
+            whole = ((0, seqlens[1]), ())
+            rows = (whole,) if batch_mask is None else batch_mask.rows
+            beyond = batch_mask is not None and batch_mask.beyond_windows
+            row_masks = [
+                _mask_of_keys(seqlens, row[0])
+                if cross
+                else mask_of(seqlens[1], row, rule, None, beyond)
+                for row in rows
+            ]
+            options["mask"] = row_masks if len({*rows}) > 1 else row_masks[0]
+        else:
+            options["causal"] = rule.causal
+            options["window_size"] = rule.window
+            options["cu_seqlens"] = place.cu_seqlens
+            options["cu_seqlens_k"] = place.cu_seqlens
+        return ring_attention(q, k, v, **options)
+
+    def _refuse_outside_of_stack(self, module: nn.Module) -> None:
+        """Refuse attention between rows that every rank has, of a model that splits its rows."""
+        if not stacks.state.depth:
+            return
+        if dist.get_world_size(groups.check_group(self.group)) > 1:
+            raise NotImplementedError(
+                f"{type(module).__name__} is outside of the layers whose rows are split: use the "
+                "model on one rank, or with another attn_implementation"
+            )
 
     def _check_rows(self, q: Tensor, k: Tensor) -> None:
         """Refuse a cache of transformers, and cross-attention: k has other rows than q."""
@@ -378,6 +464,7 @@ def register(
     name: str = "ring_attn",
     ignore: Collection[str] = (),
     probe: bool = True,
+    gather: bool = True,
     **execution: Unpack[ExecutionOptions],
 ) -> Registration:
     """Register `attn_implementation="ring_attn"` with transformers, for this rank's shards.
@@ -407,7 +494,10 @@ def register(
             custom loss function.
         probe: whether to look for parts of a model, other than attention, that mix rows, before its
             first forward on several ranks. This takes four forwards of 23 random tokens on each
-            rank, in evaluation mode and without gradients.
+            rank, in evaluation mode and without gradients. For models that number their own rows
+            it takes two forwards of the inputs.
+        gather: whether models that number their own rows gather the rows of all ranks after their
+            last layer. With False, the rows of this rank are left, for models without a head.
         **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
 
     Returns:
@@ -435,7 +525,8 @@ def register(
     _check_layout_name(layout)
     _check_free_name(package, name)
     check_flag("probe", probe)
-    ring = Registration(name, group, layout, execution, ignored, probe)
+    check_flag("gather", gather)
+    ring = Registration(name, group, layout, execution, ignored, probe, gather)
     watch_models(package)
     registered[name] = ring
     package.AttentionInterface.register(name, ring.attend)
@@ -490,6 +581,12 @@ def _check_arguments(
                 name, "it is unknown; pass it to register(ignore=...) if attention can ignore it"
             )
             raise NotImplementedError(f"{name} reached the attention: {reason}")
+
+
+def _mask_of_keys(seqlens: tuple[int, int], keys: KeyRange) -> Mask:
+    """Return the mask of cross-attention to the keys of one row of the batch."""
+    seqlen_q, seqlen_k = seqlens
+    return masks.from_slices(seqlen_q, seqlen_k, [(0, seqlen_q, *keys, None, None)])
 
 
 def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
