@@ -612,8 +612,9 @@ def select_backend(
     cu_seqlens: Tensor | None = None,
     mask: Mask | None = None,
     same_bits: bool | None = None,
+    decoding: bool = False,
 ) -> BackendChoice:
-    """Return the backend that `ring_attention` would use for a call, and the reasons.
+    """Return the backend that `ring_attention` or `tree_decode` would use, and the reasons.
 
     "auto" chooses the fastest backend for ring steps, by published or estimated speeds of its
     kernels on the GPU's architecture: forward only, or with the backward if the call has one. On
@@ -636,6 +637,8 @@ def select_backend(
         k, v: as in `ring_attention`; only the same properties are used.
         backend: "auto", or the name of a backend.
         softcap, sinks, window_size, cu_seqlens, mask, same_bits: as in `ring_attention`.
+        decoding: choose for `tree_decode`, which has no gradients, and only `softcap` and `sinks`
+            of these options.
 
     Returns:
         A `BackendChoice`: `name` of the backend; `why` it was chosen; `reasons`, for each backend
@@ -665,11 +668,20 @@ def select_backend(
     if mask is not None:
         checks.check_mask_alone(mask, False, window_size, cu_seqlens)
         window, several, causal = mask.has_windows, len(mask.slices) > 1, mask.has_upper_bounds
-    purpose = Purpose(
-        backward=checks.check_differentiated(q=q, k=k, v=v, sinks=sinks),
-        same_bits=checks.check_same_bits(same_bits),
-        window=window,
-        several=several,
-        causal=causal,
-    )
+    check_flag("decoding", decoding)
+    if decoding:
+        if window or several or causal or mask is not None or same_bits is not None:
+            raise ValueError(
+                "decoding=True chooses for tree_decode, which has no window_size, cu_seqlens, mask "
+                "or same_bits here: leave them out"
+            )
+        purpose = Purpose(decoding=True)
+    else:
+        purpose = Purpose(
+            backward=checks.check_differentiated(q=q, k=k, v=v, sinks=sinks),
+            same_bits=checks.check_same_bits(same_bits),
+            window=window,
+            several=several,
+            causal=causal,
+        )
     return proven_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend, purpose)

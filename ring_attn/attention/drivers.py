@@ -13,10 +13,14 @@ from torch import Tensor
 
 from ring_attn.call import Call, DecodeCall
 from ring_attn.core.cache import Sequences
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.run import execute
 from ring_attn.strategies import tree_decode
-from ring_attn.strategies.registry import program_of
+from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.transport.base import Transport
 
 # Step number of the exchange of greatest scores; larger than the step numbers of programs.
@@ -38,6 +42,32 @@ class Forward(NamedTuple):
     lse: Tensor
     saved: tuple[Tensor, ...]
     max_logits: Tensor
+
+
+def calls_of_ranks(
+    strategy: Strategy,
+    spec: AttentionSpec,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    *,
+    softmax_scale: float | None,
+    backend: str,
+    same_bits: bool | None,
+) -> list[Call]:
+    """Return the calls of all ranks of the layouts; the arguments are those of `make_call`."""
+    return [
+        make_call(
+            strategy,
+            spec,
+            layouts,
+            mask,
+            rank,
+            softmax_scale=softmax_scale,
+            backend=backend,
+            same_bits=same_bits,
+        )
+        for rank in range(layouts[0].world_size)
+    ]
 
 
 class Gradients(NamedTuple):

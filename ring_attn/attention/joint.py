@@ -113,12 +113,6 @@ def on_every_rank(owned: Tensor, layout: AnyLayout, group: dist.ProcessGroup, di
     return layout.joined(owned, replicated, rank, dim)
 
 
-def on_all_ranks(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Return the whole tensor on every rank from its shards; gradients of the result are shares."""
-    lens = list(layout.shard_lens)
-    return layout.unshard(_of_all_ranks(x, lens, group, dim).split(lens, dim), dim)
-
-
 def _of_all_ranks(x: Tensor, counts: list[int], group: dist.ProcessGroup, dim: int) -> Tensor:
     """Return the rows of all ranks, in the order of the ranks.
 

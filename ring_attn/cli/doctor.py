@@ -17,13 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ring_attn.api import select_backend
-from ring_attn.attention.first_use import proven_backend
-from ring_attn.backends import Purpose
 from ring_attn.cli.arguments import write_json
 from ring_attn.cli.env import VARIABLES, Gpu, Machine, machine
 from ring_attn.cli.verify import CaseResult, run_case
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec
 from ring_attn.testing import Case
 from ring_attn.testing.launch import (
     LAUNCH_ORDER,
@@ -244,8 +241,7 @@ def _backends(device: str) -> Iterator[Finding]:
         )
         answers.setdefault((choice.name, choice.why), []).append(kind.words)
     token = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16, device=device)
-    spec = AttentionSpec.of(token, token, token)
-    choice = proven_backend(spec, "auto", Purpose(decoding=True))
+    choice = select_backend(token, token, token, decoding=True)
     answers.setdefault((choice.name, choice.why), []).append("decoding")
     for (name, why), calls in answers.items():
         yield Finding("backend", "ok", f"{name} for {', '.join(calls)}: {why}")

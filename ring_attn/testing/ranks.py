@@ -27,7 +27,6 @@ from ring_attn.core.oracle import (
 )
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import resolve_strategy
-from ring_attn.strategies.registry import make_call
 from ring_attn.testing.cases import Case
 from ring_attn.testing.inputs import poisoned_empty, strided
 from ring_attn.transport.local import LocalTransport, run_local
@@ -326,19 +325,15 @@ def calls_of(case: Case, world_size: int, device: torch.device | str = "cpu") ->
     spec = AttentionSpec.of(q, k, v, case.softcap, case.build_sinks(device))
     strategy = resolve_strategy(case.build_strategy(world_size), world_size)
     layouts, mask = case.build_layouts(world_size), case.build_mask()
-    return [
-        make_call(
-            strategy,
-            spec,
-            layouts,
-            mask,
-            rank,
-            softmax_scale=case.softmax_scale,
-            backend=case.backend,
-            same_bits=case.same_bits,
-        )
-        for rank in range(world_size)
-    ]
+    return drivers.calls_of_ranks(
+        strategy,
+        spec,
+        layouts,
+        mask,
+        softmax_scale=case.softmax_scale,
+        backend=case.backend,
+        same_bits=case.same_bits,
+    )
 
 
 def _shards(inputs: Inputs, layouts: Layouts, rank: int, noncontiguous: bool) -> list[Tensor]:

@@ -19,15 +19,17 @@ import pytest
 import torch
 
 from dev.fuzz import DTYPES
-from ring_attn.backends import PREFERENCE, aten, get_backend
+from ring_attn import select_backend
+from ring_attn.backends import PREFERENCE, Purpose, aten, choose_backend, get_backend
 from ring_attn.backends.base import flash_pieces, flash_window, out_from_delta
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import Scores
+from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import MaskKind, Tile
 from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from tests import emulated_cuda
 from tests.bounds import assert_holds, expect, painted, run, visible_pairs, whole
 from tests.masks import TABLE
+from tests.refusals import refused
 
 PACKAGES = {
     "flash_attn": emulated_cuda.FlashAttn2,
@@ -157,3 +159,13 @@ def test_out_from_delta_is_exact_where_nothing_rounds() -> None:
         stand_in = out_from_delta(dout, delta, torch.float32)
         assert torch.equal((dout * stand_in).sum(-1).transpose(1, 2), delta), exponent
         assert bool((stand_in[0, 4] == 0.0).all())
+
+
+def test_the_backend_of_decoding_is_that_of_tree_decode() -> None:
+    q = torch.zeros(1, 1, 8, 16, requires_grad=True)
+    expected = choose_backend(AttentionSpec.of(q, q, q), "auto", Purpose(decoding=True))
+    assert select_backend(q, q, q, decoding=True) == expected
+    with refused(ValueError, "decoding=True|leave them out"):
+        select_backend(q, q, q, decoding=True, window_size=(3, -1))
+    with refused(TypeError, "decoding|bool"):
+        select_backend(q, q, q, decoding=1)  # type: ignore[arg-type]

@@ -16,11 +16,9 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeAlias, Unpack, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn.attention.joint import on_all_ranks
 from ring_attn.call import ExecutionOptions, check_execution
 from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
@@ -33,8 +31,7 @@ from ring_attn.integrations.diffusers.config import (
     requested_by,
 )
 from ring_attn.integrations.diffusers.plans import PLANS, REFUSED, Plan, Rows
-from ring_attn.models.batch import unshard
-from ring_attn.torch_private import Context
+from ring_attn.models.gathered import counted_on_one_rank, gather_own_rows, gather_rows
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import reporting
@@ -309,7 +306,7 @@ class Parallelized:
     def _with_all_rows(self, result: Value) -> Value:
         """Return the result of the last block with the rows of all ranks."""
         if isinstance(result, Tensor):
-            return on_all_ranks(result, self._attention.video, self.group, self.plan.dim)
+            return gather_rows(result, self._attention.video, self.group, self.plan.dim)
         return type(result)(
             self._with_all_rows(x) if index == self.plan.result else x
             for index, x in enumerate(result)
@@ -339,8 +336,8 @@ class Parallelized:
         self, module: nn.Module, forward: Forward, *args: object, **kwargs: object
     ) -> Tensor:
         """Run the output module on this rank's rows, and return the rows of all ranks."""
-        rows = forward(*args, **kwargs)
-        return _Gather.apply(rows, self._attention.video, self.group, self.plan.dim)
+        rows = cast(Tensor, forward(*args, **kwargs))
+        return gather_own_rows(rows, self._attention.video, self.group, self.plan.dim)
 
     def _own_rows(self, value: Value, rows: Rows) -> Value:
         """Return this rank's rows of an argument of a block."""
@@ -375,40 +372,10 @@ class Parallelized:
         return layout.shard(value, attention.rank, rows.dim)
 
 
-class _Gather(torch.autograd.Function):
-    """Gather the rows of all ranks; the gradient of own rows is that of the whole output."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup, dim: int
-    ) -> Tensor:
-        ctx.layout = layout
-        ctx.rank = dist.get_rank(group)
-        ctx.dim = dim
-        return unshard(x, layout, group=group, dim=dim)
-
-    @staticmethod
-    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.layout.shard(dout, ctx.rank, ctx.dim), None, None, None
-
-
-class _CountedOnOneRank(torch.autograd.Function):
-    """Return the tensor; the gradient is zero except where it counts."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, is_counted: bool) -> Tensor:
-        ctx.is_counted = is_counted
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return dout if ctx.is_counted else torch.zeros_like(dout), None
-
-
 def _counted_on_one_rank(value: Value, *, is_counted: bool) -> Value:
-    """Return the results of a transformer, with `_CountedOnOneRank` of each tensor."""
+    """Return the results of a transformer, with `counted_on_one_rank` of each tensor."""
     if isinstance(value, Tensor):
-        return _CountedOnOneRank.apply(value, is_counted)
+        return counted_on_one_rank(value, is_counted=is_counted)
     if isinstance(value, (list, tuple)):
         return type(value)(_counted_on_one_rank(x, is_counted=is_counted) for x in value)
     if isinstance(value, dict):  # the outputs of diffusers are dicts

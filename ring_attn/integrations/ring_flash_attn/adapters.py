@@ -77,8 +77,9 @@ class Substitution:
     def layout(self) -> str:
         """The layout in which models split their rows themselves: they are refused."""
         raise NotImplementedError(
-            "models that number their own rows, such as encoders of images, are not supported together "
-            "with substitute_hf_flash_attn: use ring_attn.integrations.transformers.register"
+            "models that number their own rows, such as encoders of images, are not supported "
+            "together with substitute_hf_flash_attn: use "
+            "ring_attn.integrations.transformers.register"
         )
 
     def layout_of(self, given: Keywords, rows: int) -> None:

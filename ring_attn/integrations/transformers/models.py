@@ -359,8 +359,8 @@ def _check_whole(model: Model, given: Keywords) -> None:
     for option in (*CACHES, "use_cache"):
         if given.get(option) is not None and given[option] is not False:
             raise NotImplementedError(
-                f"{name} splits its rows after its embeddings, and {option} is not supported for that: "
-                "generate on one rank, with another attn_implementation"
+                f"{name} splits its rows after its embeddings, and {option} is not supported for "
+                "that: generate on one rank, with another attn_implementation"
             )
     for option in sorted(PLACED & given.keys()):
         raise NotImplementedError(
