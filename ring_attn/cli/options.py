@@ -238,6 +238,7 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
         help="dtype of q, k and v (default: bfloat16)",
     )
     add_switch(parser, "--causal", "queries see no later keys")
+    parser.set_defaults(causal=None)  # transformers of diffusers have another default
     add(
         "--window",
         dest="window_size",
@@ -287,8 +288,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME|FILE",
         help="plan the training of a model: a config.json of Hugging Face, a folder with one, or a "
-        "name such as llama-3-8b; an unknown name lists all names (default: plan one call of "
-        "attention)",
+        "name such as llama-3-8b; an unknown name lists all names. Of a transformer of diffusers, "
+        "plan one attention (default: plan one call of attention)",
     )
     add("--fits", action="store_true", help="find the longest sequence that fits")
     add(

@@ -37,6 +37,7 @@ from ring_attn.planning.devices import (
     find_cluster,
     load_cluster,
 )
+from ring_attn.planning.model.diffusion import DiffusionTransformer, read_diffusion
 from ring_attn.planning.planner import explain
 from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.strategies.base import StrategyCode
@@ -66,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
                 if isinstance(value, StrategyCode):
                     stack.enter_context(registered(value))
         _check_strategies(args.strategies)
+        diffusion = None if args.model is None else read_diffusion(args.model)
+        if diffusion is not None:
+            return run_diffusion(args, diffusion)
         plan_model.check_options(args)
         return run_plan(args) if args.model is None else run_model(args)
 
@@ -86,6 +90,17 @@ def run_model(args: argparse.Namespace) -> int:
     cluster = cluster_of(args.cluster, args.node_size, args.world_size or 1)
     with num_threads(1):
         return plan_model.run(args, cluster, documents)
+
+
+def run_diffusion(args: argparse.Namespace, model: DiffusionTransformer) -> int:
+    """Plan the attention of a transformer of diffusers; return 1 if --check finds a fault."""
+    plan_model.check_options_of_diffusion(args)
+    sizes = {"nheads": model.nheads, "headdim": model.headdim, "causal": False, "model": None}
+    if not args.quiet:
+        print(
+            f"{model.name}: {model.num_blocks} blocks, each with one such attention over all rows"
+        )
+    return run_plan(argparse.Namespace(**{**vars(args), **sizes}))
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -116,7 +131,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def with_sizes(args: argparse.Namespace) -> argparse.Namespace:
     """Return the options of a call with the defaults of those that --model does not allow."""
-    defaults = {"nheads": HEADS, "headdim": HEADDIM, "window_size": (-1, -1)}
+    defaults = {"nheads": HEADS, "headdim": HEADDIM, "window_size": (-1, -1), "causal": True}
     given = {name: value for name, value in vars(args).items() if value is not None}
     return argparse.Namespace(**{**vars(args), **defaults, **given})
 

@@ -61,6 +61,29 @@ def check_options(args: argparse.Namespace) -> None:
         _check_given(args, ["seqlen", "world_size"])
 
 
+def check_options_of_diffusion(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together with a config of diffusers.
+
+    Raises:
+        ValueError: an option is missing, or would be ignored.
+    """
+    for name, option in OF_CALL.items():
+        if name != "window_size" and getattr(args, name) is not None:
+            raise ValueError(f"{option} is not used with --model, whose config gives it")
+    if args.causal:
+        raise ValueError(
+            "--causal is not used with a config of diffusers, whose rows see all rows: plan a "
+            "causal mask with --heads and --head-dim instead of --model"
+        )
+    for name in MODEL_OPTIONS:
+        if getattr(args, name) not in (None, False):
+            raise ValueError(
+                f"--{name.replace('_', '-')} needs the config of a language model, and --model is "
+                "one of diffusers, of which one attention is planned"
+            )
+    _check_given(args, ["seqlen", "world_size"], can_be_found=False)
+
+
 def _refuse_options_of_a_call(args: argparse.Namespace) -> None:
     """Refuse options that describe one call of attention."""
     for name, option in OF_CALL.items():
@@ -80,7 +103,7 @@ def _check_without_model(args: argparse.Namespace) -> None:
     for name in MODEL_OPTIONS:
         if getattr(args, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} needs --model")
-    _check_given(args, ["seqlen", "world_size"])
+    _check_given(args, ["seqlen", "world_size"], can_be_found=False)
 
 
 def _refuse_both(args: argparse.Namespace, option: str, name: str, why: str) -> None:
@@ -88,12 +111,12 @@ def _refuse_both(args: argparse.Namespace, option: str, name: str, why: str) -> 
         raise ValueError(f"--{name.replace('_', '-')} is not used with {option}, which {why}")
 
 
-def _check_given(args: argparse.Namespace, names: list[str]) -> None:
+def _check_given(args: argparse.Namespace, names: list[str], *, can_be_found: bool = True) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]
     if missing:
         raise ValueError(
             f"needs {' and '.join(missing)}"
-            + ("; --fits finds the length, --target the number of ranks" if args.model else "")
+            + ("; --fits finds the length, --target the number of ranks" if can_be_found else "")
         )
 
 

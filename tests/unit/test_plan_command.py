@@ -75,3 +75,55 @@ def test_programs_are_checked_and_drawn(
     assert str(fault) in capsys.readouterr().out and (tmp_path / "plan.json").exists()
     assert cli.main(["plan", "--seqlen", "1M", "--world-size", "4096", "--check"]) != 0
     assert "128" in capsys.readouterr().err
+
+
+FLUX = {
+    "_class_name": "FluxTransformer2DModel",
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "num_layers": 19,
+    "num_single_layers": 38,
+}
+
+
+def test_a_config_of_diffusers_gives_heads_and_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FLUX))
+    report = tmp_path / "plan.json"
+    call = ["plan", "--seqlen", "4k", "--replicated", "64", "--world-size", "4", "--quick"]
+    call += ["--strategy", "ring"]
+    assert cli.main([*call, "--model", str(tmp_path), "--json", str(report)]) == 0
+    assert "FluxTransformer2DModel: 57 blocks" in capsys.readouterr().out
+    of_model = json.loads(report.read_text())
+    heads = ["--heads", "24", "--head-dim", "128", "--no-causal"]
+    assert cli.main([*call, *heads, "--json", str(report)]) == 0
+    of_call = json.loads(report.read_text())
+    assert {**of_model, "command": ""} == {**of_call, "command": ""}
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--fits"], "--fits needs the config of a language model"),
+        (["--heads", "4"], "--heads is not used with --model"),
+        (["--causal"], "--causal is not used with a config of diffusers"),
+    ],
+    ids=["fits", "heads", "causal"],
+)
+def test_options_that_a_config_of_diffusers_refuses(
+    words: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FLUX))
+    call = ["plan", "--seqlen", "4k", "--world-size", "4", "--model", str(tmp_path)]
+    assert cli.main([*call, *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_config_of_diffusers_without_heads_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"_class_name": "AutoencoderKL", "num_layers": 2}))
+    assert cli.main(["plan", "--seqlen", "4k", "--world-size", "4", "--model", str(path)]) == 2
+    assert "it has no num_attention_heads" in capsys.readouterr().err

@@ -74,6 +74,16 @@ def read_model(name: str) -> ModelConfig:
     known = MODELS.get(name.lower())
     if known is not None:
         return model_of(name.lower(), known)
+    path = path_of(name)
+    return model_of(str(path), _text_config(path))
+
+
+def path_of(name: str) -> Path:
+    """Return the path of a config.json, or of the one in a folder.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -82,7 +92,7 @@ def read_model(name: str) -> ModelConfig:
             f"--model must be a config.json, a folder with one, or one of {', '.join(MODELS)}, "
             f"got {name!r}"
         )
-    return model_of(str(path), _text_config(path))
+    return path
 
 
 def model_of(name: str, values: Mapping[str, Json]) -> ModelConfig:
@@ -112,16 +122,26 @@ def _completed(values: Mapping[str, Json]) -> dict[str, Json]:
     return {**config.to_dict(), "layer_types": types, **values}
 
 
-def _text_config(path: Path) -> dict[str, Json]:
-    """Return the config in a file; of a model of images and text, the part about text."""
+def read_json(path: Path) -> dict[str, Json]:
+    """Return the object in a config.json.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not have an object.
+    """
     try:
         values = json.loads(regular_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model: {path} is not a config.json of a model ({error})") from None
-    if isinstance(values, dict) and isinstance(values.get("text_config"), dict):
-        values = values["text_config"]
     if not isinstance(values, dict):
         raise ConfigError(f"--model: {path} is not a config.json of a model: it is not an object")
+    return values
+
+
+def _text_config(path: Path) -> dict[str, Json]:
+    """Return the config in a file; of a model of images and text, the part about text."""
+    values = read_json(path)
+    if isinstance(values.get("text_config"), dict):
+        values = values["text_config"]
     if values.get("is_encoder_decoder"):
         raise ConfigError(
             f"--model: {path} describes an encoder and a decoder; only causal language models, "
@@ -149,7 +169,7 @@ def architecture_of(name: str, values: Mapping[str, Json]) -> Architecture:
     Raises:
         ConfigError: a size is missing or wrong, or a type of layer is not known.
     """
-    read = _Reader(name, values)
+    read = Reader(name, values)
     model_type = str(values.get("model_type", ""))
     num_layers = read.size("num_hidden_layers", "n_layer", "n_layers", most=MAX_LAYERS)
     num_norms = 4 if model_type in FOUR_NORMS else 2
@@ -168,7 +188,7 @@ def architecture_of(name: str, values: Mapping[str, Json]) -> Architecture:
     )
 
 
-class _Reader:
+class Reader:
     """Sizes of a config, by the first of several keys that it has."""
 
     def __init__(self, name: str, values: Mapping[str, Json]) -> None:
@@ -200,7 +220,7 @@ class _Reader:
 # -- types of layers
 
 
-def _layer_types(read: _Reader, num_layers: int) -> list[str]:
+def _layer_types(read: Reader, num_layers: int) -> list[str]:
     """Return the type of each layer."""
     values = read.values
     types = values.get("layer_types") or values.get("layers_block_type")
@@ -220,7 +240,7 @@ def _layer_types(read: _Reader, num_layers: int) -> list[str]:
     return types
 
 
-def _types_by_rule(read: _Reader, num_layers: int) -> list[str] | None:
+def _types_by_rule(read: Reader, num_layers: int) -> list[str] | None:
     """Return the types of layers that a config gives by a period or by indices."""
     indices = read.values.get("attn_layer_indices")
     every = read.optional("full_attention_interval")
@@ -236,14 +256,14 @@ def _types_by_rule(read: _Reader, num_layers: int) -> list[str] | None:
     return ["full_attention" if x else "linear_attention" for x in attends]
 
 
-def _mixer(read: _Reader, kind: str) -> Attention | Recurrence | None:
+def _mixer(read: Reader, kind: str) -> Attention | Recurrence | None:
     """Return what mixes the rows of a layer of this type; None in a layer without it."""
     if kind in ROWWISE:
         return None
     return _recurrence(read, kind) if kind in RECURRENT else _attention(read, kind)
 
 
-def _attention(read: _Reader, kind: str) -> Attention:
+def _attention(read: Reader, kind: str) -> Attention:
     """Return the attention of a layer."""
     values, model_type = read.values, read.values.get("model_type")
     nheads = read.size("num_attention_heads", "n_head")
@@ -292,7 +312,7 @@ def _attention(read: _Reader, kind: str) -> Attention:
     )
 
 
-def _recurrence(read: _Reader, kind: str) -> Recurrence:
+def _recurrence(read: Reader, kind: str) -> Recurrence:
     """Return the recurrence of a layer, by the keys of Qwen3-Next, Mamba 1 and 2, or LFM2."""
     hidden = read.size("hidden_size")
     if read.optional("linear_num_value_heads"):
@@ -340,7 +360,7 @@ def _recurrence(read: _Reader, kind: str) -> Recurrence:
 # -- feedforward parts
 
 
-def _feedforward(read: _Reader, index: int) -> Feedforward | None:
+def _feedforward(read: Reader, index: int) -> Feedforward | None:
     """Return the feedforward part of a layer: dense, or experts."""
     values = read.values
     dense = read.optional("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim")
@@ -375,7 +395,7 @@ def _feedforward(read: _Reader, index: int) -> Feedforward | None:
     return Feedforward(dense)
 
 
-def _has_experts(read: _Reader, index: int) -> bool:
+def _has_experts(read: Reader, index: int) -> bool:
     """Return whether the feedforward part of a layer has experts."""
     values = read.values
     types = values.get("mlp_layer_types")
