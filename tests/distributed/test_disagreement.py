@@ -252,7 +252,7 @@ def test_every_rank_reports_who_differs_in_what() -> None:
         assert says(got.text, arguments[2]), (name, got.text)
         # Only differing arguments are named.
         named = {part.partition(":")[0] for part in got.text.split("; ")[1:]}
-        expected = {part.partition(":")[0] for part in arguments[2].split("|")}
+        expected = {part.partition(":")[0] for part in arguments[2].split("|") if ":" in part}
         assert named >= expected and (named == expected or name in MORE), (name, named)
         assert not any(f"global rank {innocent} has" in got.text for innocent in (0, 2, 3)), (
             name,
