@@ -100,7 +100,7 @@ def all_groups() -> list[dist.ProcessGroup]:
 NCCL_CLASS = "ProcessGroupNCCL"
 SECOND_NCCL_CLASS = "ProcessGroupNCCL2"
 
-# What this package uses of a class of NCCL process groups.
+# Methods and options of a class of NCCL process groups that this package uses.
 NCCL_METHODS = (
     "Options",
     "_allgather_base",

@@ -313,7 +313,7 @@ def called_and_checked(run: Callable[[], object], group: Group) -> None:
     check(group)
 
 
-# What errors say of ranks whose calls differ, on gloo.
+# Texts of errors about ranks whose calls differ, on gloo.
 IN_DIFFERENT_CALLS = (
     "disagree on the call|are in different calls|refused the call|backwards in different orders|"
     "skipped a backward"

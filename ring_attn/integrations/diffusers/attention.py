@@ -33,8 +33,8 @@ from ring_attn.values.compiling import left_out_of_graphs
 
 AnyLayout = SequenceLayout | JointLayout
 
-# Whose rows a call of attention has: those of a block, or of a submodule that a plan names in
-# `cross` or `to_video`.
+# The owner of the rows of a call of attention: a block, or a submodule that a plan names in `cross`
+# or `to_video`.
 Role = Literal["block", "cross", "to_video"]
 
 # Masks that are added to scores hide a key by such a number: it underflows in the softmax.

@@ -22,7 +22,7 @@ _AXES = ("ring", "ulysses")
 
 
 class ContextParallelConfig(Protocol):
-    """What is read of a `diffusers.ContextParallelConfig`."""
+    """The attributes of a `diffusers.ContextParallelConfig` that are read."""
 
     ring_degree: int
     ulysses_degree: int

@@ -219,14 +219,9 @@ class Registration:
                 documents=documents,
                 options=options,
             )
-            return out, None
-        options["causal"] = rule.causal
-        options["window_size"] = rule.window
-        if isinstance(placed, CacheStep) and placed.chunk is None:
-            return tree_decode(q, k, v, layout=placed.cache, **_for_decode(options)), None
-        options["layout"] = placed.layouts if isinstance(placed, CacheStep) else placed
-        options["cu_seqlens"], options["cu_seqlens_k"] = documents
-        return ring_attention(q, k, v, **options), None
+        else:
+            out = _attend_by_rule((q, k, v), rule, placed, documents, options)
+        return out, None
 
     def _attend_in_stack(
         self,
@@ -599,6 +594,23 @@ def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
 
 
 # No TypedDict, because mypy cannot choose an overload of `tree_decode` by it.
+def _attend_by_rule(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    rule: Rule,
+    placed: str | SequenceLayout | CacheStep,
+    documents: tuple[Tensor | None, Tensor | None],
+    options: AttentionOptions,
+) -> Tensor:
+    """Compute attention with a causal mask or a window; see `Registration.attend`."""
+    options["causal"] = rule.causal
+    options["window_size"] = rule.window
+    if isinstance(placed, CacheStep) and placed.chunk is None:
+        return tree_decode(*qkv, layout=placed.cache, **_for_decode(options))
+    options["layout"] = placed.layouts if isinstance(placed, CacheStep) else placed
+    options["cu_seqlens"], options["cu_seqlens_k"] = documents
+    return ring_attention(*qkv, **options)
+
+
 def _for_decode(options: AttentionOptions) -> dict[str, Value]:
     """Return the options that `tree_decode` has, too."""
     return {name: value for name, value in options.items() if name in DECODE_OPTIONS}
