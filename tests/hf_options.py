@@ -137,7 +137,7 @@ def outputs(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
 
 
 def outcome(variant: Variant, default: dict[str, Tensor] | None) -> str | None:
-    """Return the outcome of a variant on all ranks; None if its outputs are those of the default."""
+    """Return the outcome of a variant on all ranks, or None if its outputs are the default ones."""
     ids = ids_of()
     try:
         model = variant.make("eager")
