@@ -25,6 +25,9 @@ COMPILER = "compiler"
 # Threads of a worker on a machine with a GPU, where several workers share the cores.
 THREADS = 4
 
+# Factor of all limits in a trial, which may share its cores with other work.
+PATIENCE = 10.0
+
 # Seconds of a cell that may compile all its kernels.
 COMPILER_LIMIT = 900.0
 

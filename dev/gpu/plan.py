@@ -54,9 +54,6 @@ RANKS_LIMIT = 90.0
 # Seconds of a cell over the stub, with prepared kernels.
 PREPARED_LIMIT = 60.0
 
-# Factor of all limits in a trial.
-PATIENCE = 3.0
-
 TUNE_SECONDS, TRIAL_TUNE_SECONDS = 70.0, 5.0
 
 # Seconds of a stage without a GPU: the run's own limit is the one that counts.
@@ -156,8 +153,8 @@ def _pretended(stage: Stage, imports: dict[str, str], limit: float) -> Stage:
 
 def _patient(stage: Stage) -> Stage:
     """The stage with longer limits: a trial may share its cores."""
-    cells = tuple(replace(cell, limit=PATIENCE * cell.limit) for cell in stage.cells)
-    return replace(stage, seconds=PATIENCE * stage.seconds, cells=cells)
+    cells = tuple(replace(cell, limit=device.PATIENCE * cell.limit) for cell in stage.cells)
+    return replace(stage, seconds=device.PATIENCE * stage.seconds, cells=cells)
 
 
 def _stage(

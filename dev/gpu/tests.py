@@ -81,6 +81,8 @@ def limit_of(name: str) -> float:
     """Seconds of a test on this device."""
     if device.compiles():
         return device.COMPILER_LIMIT
+    if device.is_trial():
+        return device.PATIENCE * LIMIT
     prepared = device.name() == device.CUDA and device.is_carried()
     return PREPARED_LIMIT if prepared and UNPREPARED not in name else LIMIT
 
