@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +47,8 @@ from tests.refusals import refused
 SEQLEN = 97
 # Each ring has its own seed and so its own sequence, so that a mix-up shows.
 CASE = Case("causal", seqlen=SEQLEN, batch=1)
+# Seconds after which threads and descriptors have not ended: many times what a busy machine takes.
+PATIENCE = 100.0
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
@@ -165,13 +169,18 @@ def make_groups_and_destroy_them() -> None:
             # Over NCCL each part of the group has its own communicators.
             now = held_by_the_process()
             assert now[0] <= held[0] and now[1] <= held[1], (held, now)
+        state = weakref.ref(rank_group(group))
         dist.destroy_process_group(group)
         del group
+        assert state() is None, "a cycle of references keeps the group's state"
     assert len(p2p.transports_of_groups) == transports
     # A connection is closed on both sides once both ranks have let go of it.
     dist.barrier()
+    until = time.monotonic() + PATIENCE
     while any(now > one for now, one in zip(held_by_the_process(), before, strict=True)):
-        time.sleep(0.02)  # what is never freed hangs the rank
+        time.sleep(0.02)
+        threads = [thread.name for thread in threading.enumerate()]
+        assert time.monotonic() < until, (held_by_the_process(), before, threads)
 
 
 @on_ranks(4)

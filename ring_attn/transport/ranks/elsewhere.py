@@ -6,35 +6,44 @@ the other groups of this process show it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import contextlib
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from ring_attn.torch_private import all_groups, group_store
+from ring_attn.torch_private import Store, all_groups, group_store
 from ring_attn.transport.base import rank_name
+from ring_attn.transport.ranks.member import Member
 from ring_attn.transport.ranks.notes import Notes
 from ring_attn.transport.ranks.rendezvous import Meetings
 
 REMEDY = "Use the process groups in the same order on every rank"
 
 
-def waits_elsewhere(own_ranks: Collection[int], rank: int, store: object) -> str | None:
-    """Return which ranks of a group wait in a call of another group, and what to do; or None.
+def waits_elsewhere(member: Member, store: Store) -> str | None:
+    """Return which ranks of a group wait in a call of another group, and what to do.
+
+    Return None if no rank is known to wait.
 
     Args:
-        own_ranks: global ranks of the group.
-        rank: this global rank.
-        store: the group's store.
+        member: this rank in its group.
+        store: that group's store.
     """
-    for other in all_groups():
-        other_store = group_store(other)
-        members = dist.get_process_group_ranks(other)
-        if other_store is store or rank not in members:
-            continue
-        wanted = [member for member in members if member in own_ranks and member != rank]
-        for text in _waits_in(other, wanted, rank):
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        for text in _waits_outside(member, store):
             return f"{text}. {REMEDY}"
     return None
+
+
+def _waits_outside(member: Member, store: Store) -> Iterator[str]:
+    """Yield which ranks of a group wait in which call of which other group."""
+    rank = member.global_rank
+    for other in all_groups():
+        other_ranks = dist.get_process_group_ranks(other)
+        if group_store(other) is store or rank not in other_ranks:
+            continue
+        wanted = [one for one in other_ranks if one in member.global_ranks and one != rank]
+        yield from _waits_in(other, wanted, rank)
 
 
 def _waits_in(group: dist.ProcessGroup, wanted: list[int], rank: int) -> Iterator[str]:

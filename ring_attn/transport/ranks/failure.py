@@ -55,12 +55,13 @@ class FailureReport:
         store: LimitedStore,
         calls: CallLedger,
         connection: Connection,
-        elsewhere: Callable[[], str | None],
+        search_elsewhere: Callable[[], str | None],
     ) -> None:
-        """Prepare reports; `elsewhere` returns which ranks wait in a call of another group."""
+        """Prepare reports; `search_elsewhere` finds ranks that wait in a call of another group."""
         self.error: RuntimeError | None = None
         self._member, self._store = member, store
-        self._calls, self._connection, self._elsewhere = calls, connection, elsewhere
+        self._calls, self._connection = calls, connection
+        self._search_elsewhere = search_elsewhere
         self._lock = threading.Lock()
         # Sequence of the last call, and the rank waited for, that this rank has written down.
         self._reported: tuple[int, int | None] = (-1, None)
@@ -178,7 +179,9 @@ class FailureReport:
         waiting = self._calls.waiting
         if waiting is not None:
             # Again: half a timeout ago, the other rank may not have begun to wait.
-            elsewhere = waiting.elsewhere or self._store.within_limit(self._elsewhere, NOTE_S)
+            elsewhere = waiting.elsewhere or self._store.within_limit(
+                self._search_elsewhere, NOTE_S
+            )
             if elsewhere:
                 return elsewhere
         call = self._calls.current
@@ -274,4 +277,4 @@ class FailureReport:
             self.fail(reason, shared=True)
         elif waiting.elsewhere is None and waiting.is_half_over:
             # Once: it reads the notes of all groups. After the timeout the ranks may have left.
-            waiting.elsewhere = self._elsewhere() or ""
+            waiting.elsewhere = self._search_elsewhere() or ""

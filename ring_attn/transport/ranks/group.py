@@ -10,12 +10,12 @@ Each of them holds its own state; `RankGroup` does what concerns several of them
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -58,9 +58,12 @@ class RankGroup:
         store = LimitedStore(group_store(group), group_timeout(group))
         self.store = store
         self.calls = CallLedger()
-        self.connection = Connection(self.member, store, group, self._elsewhere)
+        # Not a method: a cycle of references would keep buffers and communicators of a destroyed
+        # group until Python's collector runs.
+        self._search_elsewhere = partial(waits_elsewhere, self.member, store.store)
+        self.connection = Connection(self.member, store, group, self._search_elsewhere)
         self.failure = FailureReport(
-            self.member, store, self.calls, self.connection, self._elsewhere
+            self.member, store, self.calls, self.connection, self._search_elsewhere
         )
 
     def link(self, device: torch.device, seconds: float) -> Link:
@@ -94,17 +97,10 @@ class RankGroup:
             raise
         watch.add(self.failure)
 
-    def _elsewhere(self) -> str | None:
-        """Return which ranks of the group wait in a call of another group, if that is known."""
-        ranks, store = self.member.global_ranks, self.store.store
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            return waits_elsewhere(ranks, self.member.global_rank, store)
-        return None
-
     def _missing(self, error: MissingRanksError) -> str:
         """Return why ranks did not arrive, and what to do."""
         # Again: half a timeout ago, the other ranks may not have begun to wait.
-        elsewhere = self.connection.elsewhere or self._elsewhere()
+        elsewhere = self.connection.elsewhere or self._search_elsewhere()
         if elsewhere:
             return f"{error}: {elsewhere}"
         if self.connection.has_met:
