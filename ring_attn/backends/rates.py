@@ -84,7 +84,7 @@ _PORTABLE = Rates(
 _GLUON = Rates(
     forward=Rate(598e12, 8e-6, 220.0, 660.0),
     backward=Rate(503e12, 8e-6, 980.0, 360.0),
-    source=f"estimate: by their instructions, {_UNTRIED}",
+    source=f"estimate: from their instructions, {_UNTRIED}",
 )
 # FlashAttention 2 on an A100, one size only: ring-flash-attention's benchmark on one GPU (8k rows,
 # 32 heads, causal) is 205 TFLOP/s forward and 182 with the backward. Columns as for FlexAttention.
@@ -100,7 +100,7 @@ _FA2_A100 = Rates(
 _AMPERE = Rates(
     forward=Rate(203e12, 8e-6, 220.0, 200.0),
     backward=Rate(175e12, 8e-6, 220.0, 200.0),
-    source=f"estimate: by their instructions, {_UNTRIED}",
+    source=f"estimate: from their instructions, {_UNTRIED}",
 )
 # Deterministic backwards (flash-attention pull request 1893, H100, 8k rows, causal) have 474 of 575
 # TFLOP/s in FlashAttention 3. In FlashAttention 2 they have 166, where MagiAttention's benchmark
@@ -122,7 +122,7 @@ _PORTABLE_B200 = _PORTABLE.scaled(
 _GLUON_B200 = Rates(
     forward=Rate(975e12, 8e-6, 220.0, 660.0),
     backward=Rate(950e12, 8e-6, 980.0, 360.0),
-    source=f"estimate: forward as TLX's, backward by its instructions, {_UNTRIED}",
+    source=f"estimate: forward as TLX's, backward from its instructions, {_UNTRIED}",
 )
 
 # Our kernels for calls that neither the Gluon kernels nor the backward of five products support.
@@ -264,7 +264,7 @@ def rates_of(
         return portable
     if has_one_pass(architecture, spec) and fills_one_pass(architecture, spec, kv_rows):
         return rates
-    source = f"estimate: forward by its instructions, backward {portable.source.split(': ')[1]}"
+    source = f"estimate: forward from its instructions, backward {portable.source.split(': ')[1]}"
     return Rates(rates.forward, portable.backward, source)
 
 

@@ -276,7 +276,8 @@ class Choice:
     @property
     def rates(self) -> str:
         """The source of the kernels' speeds."""
-        return f"kernels' speed: {self.problem.cluster.device.source}"
+        kind, _, detail = self.problem.cluster.device.source.partition(": ")
+        return f"kernel speeds: {kind} ({detail})" if detail else f"kernel speeds: {kind}"
 
     def __str__(self) -> str:
         return self.table(verbose=True)
@@ -375,9 +376,12 @@ def _cells(candidate: Candidate, best: Candidate) -> dict[str, str]:
 
 
 def _comparison(best: Candidate, other: Candidate) -> str:
-    """How much faster the best is, and the largest part of the difference in time."""
+    """How much faster or slower the best is, and the largest part of a difference in time."""
     assert best.prediction and other.prediction, "only candidates with a prediction are compared"
     where = "" if other.layout_name == best.layout_name else f" over {other.layout_name} shards"
+    if best.seconds > 1.005 * other.seconds:
+        slower = 100 * (best.seconds / other.seconds - 1.0)
+        return f"{slower:.1f} % slower than {other.full_name}{where}, but first in order"
     if other.seconds <= 1.005 * best.seconds:
         # Differences below 0.5 % mean nothing.
         return f"as fast as {other.full_name}{where}"
