@@ -95,8 +95,10 @@ def test_the_simulators_error_is_that_which_was_measured() -> None:
 
 def test_ratios_are_the_figures() -> None:
     seqlen = measured()["setting"]["seqlen"]
-    said = f"causal forward and backward over {seqlen:,} tokens takes {ratio('ours')} times as long"
-    assert said in one_line(TEXT)
+    ours = f"`ring_attention` on two ranks takes {ratio('ours')} times as long as dense attention"
+    call = f"(causal forward and backward, {seqlen:,} tokens;"
+    text = one_line(TEXT)
+    assert ours in text and call in text
     both = f"are {ratio('ours')} and {ratio('torch-template')} times the time of dense attention"
     assert both in one_line(COMPARISON)
 
