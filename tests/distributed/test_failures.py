@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ring_attn import Strategy, TransportOptions, ring_attention
+from ring_attn.transport.ranks.failure import FailureReport
 from ring_attn.transport.ranks.notes import Notes
-from tests.distributed.pool import FAR, Ended, calls_within, ended, on_ranks, roomy
+from tests.distributed.pool import FAR, Ended, calls_within, ended, everyone, on_ranks, roomy
+from tests.refusals import refused, says
 
 pytestmark = pytest.mark.gloo
 
@@ -32,10 +34,13 @@ def layer(
     group: Group = None,
     strategy: str | Strategy = "ring",
     timeout: float = FAR,
+    softcap: float = 0.0,
 ) -> Tensor:
     x = torch.ones(1, rows, 2, 8, requires_grad=True)
     transport = TransportOptions(timeout=timeout)
-    out = ring_attention(x, x, x, transport=transport, group=group, strategy=strategy)
+    out = ring_attention(
+        x, x, x, transport=transport, group=group, strategy=strategy, softcap=softcap
+    )
     return torch.autograd.grad(out.sum(), x)[0]
 
 
@@ -106,6 +111,35 @@ def test_a_rank_that_comes_late_to_the_first_call() -> None:
     assert f"timeout {timeout:g} s" in first.text, first
     assert ("has given up" if late else "ranks [1] did not arrive within") in first.text, first
     assert "has failed before" in second.text, second
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+@on_ranks(4)
+def test_ranks_that_come_after_a_refusal_has_ended_the_calls_of_others(repeats: bool) -> None:
+    """They name it soon if the rank that refused repeats it, else after their own timeouts.
+
+    The lead, rank 0, has left by then, and the refusing rank has failed in its next call.
+    """
+    timeout = FAR if repeats else roomy(1.0)
+    group, rank = dist.new_group(), dist.get_rank()
+    store = distributed_c10d._get_default_store()
+    left = f"{group.group_name} left"
+    if rank == 3:
+        with nullcontext() if repeats else mock.patch.object(FailureReport, "_repeat_refusal"):
+            with refused(ValueError, "softcap"):
+                layer(group=group, softcap=-1.0)
+            got = ended(partial(layer, group=group))
+            store.add(left, 1)
+            everyone(None)
+    else:
+        # Rank 2 comes after rank 1, in whose name the meeting has an answer unless rank 3 repeats.
+        while store.add(left, 0) < (0, 2, 3)[rank]:
+            time.sleep(0.02)
+        got = ended(partial(layer, group=group, timeout=FAR if rank == 0 else timeout))
+        store.add(left, 1)
+        everyone(None)
+    assert got.error is RuntimeError, got
+    assert says(got.text, "rank 3 refused the call|ValueError: softcap"), got
 
 
 @on_ranks(4)

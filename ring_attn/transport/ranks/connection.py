@@ -145,6 +145,16 @@ class Connection:
             return None
         return Notes(self._store.store, meeting, self._member.global_rank)
 
+    def notes_of_last_meeting(self) -> Notes | None:
+        """Return the notes of the last meeting at which some rank was missing; None if none was.
+
+        This rank did not attend it, if the others had left by then.
+        """
+        meeting = self._meetings.last_incomplete()
+        if meeting is None:
+            return None
+        return Notes(self._store.store, meeting, self._member.global_rank)
+
     def next_rendezvous(self) -> Rendezvous:
         """Return the next rendezvous of all ranks, which are connected already."""
         self._num_rendezvous += 1

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ring_attn.transport.base import rank_name
 from ring_attn.transport.ranks import watch
@@ -42,6 +43,20 @@ NOTE_S = 4.0
 REASON_S = 0.3
 
 
+class Earlier(NamedTuple):
+    """The notes of a meeting when this rank first read them.
+
+    They may be of dead ranks: of an earlier start of the job over the same store.
+
+    Attributes:
+        failure: why a rank had failed; None if none had.
+        num_refusals: how often ranks had reported that they refused a call.
+    """
+
+    failure: str | None
+    num_refusals: int
+
+
 class FailureReport:
     """Why this rank's group has failed, and how its ranks report failures to each other.
 
@@ -69,6 +84,8 @@ class FailureReport:
         self._next_note = 0.0
         # After a refused call, the wait until the ranks have met.
         self._unmet_refusal: Waiting | None = None
+        # By name of the meeting.
+        self._earlier: dict[str, Earlier] = {}
 
     # -- this rank fails or refuses a call
 
@@ -110,6 +127,7 @@ class FailureReport:
     def _write_refusal(self) -> None:
         notes = self._connection.open_notes()
         if notes is not None:
+            self._read_earlier(notes)
             notes.write_refusal(self._calls.recent)
 
     def write_calls(self, notes: Notes, waits_for: int | None = None) -> None:
@@ -123,23 +141,42 @@ class FailureReport:
     def on_arrival(self, notes: Notes) -> CannotSucceed:
         """Return a function that returns why some rank will not arrive at a meeting, if known.
 
-        What the notes contain already may be of dead ranks. A rank that lives reports its refusal
-        again.
+        What the notes contained when this rank first read them may be of dead ranks. A rank that
+        lives reports its refusal again.
         """
-        old_failure = notes.failure()
-        num_old_refusals = len(notes.refusals())
+        earlier = self._read_earlier(notes)
         calls = self._calls.recent
         if self._unmet_refusal is not None:
             self._write_refusal()
 
         def cannot_succeed() -> str | None:
-            refusal = notes.refusal(calls, num_old_refusals)
+            refusal = notes.refusal(calls, earlier.num_refusals)
             if refusal is not None:
                 return refusal
             failure = notes.failure()
-            return None if failure == old_failure else failure
+            return None if failure == earlier.failure else failure
 
         return cannot_succeed
+
+    def _read_earlier(self, notes: Notes) -> Earlier:
+        """Return the notes of a meeting as they were when this rank first read them."""
+        if notes.meeting not in self._earlier:
+            self._earlier[notes.meeting] = Earlier(notes.failure(), len(notes.refusals()))
+        return self._earlier[notes.meeting]
+
+    def noted_earlier(self) -> str | None:
+        """Return why ranks may have left the meeting for which this rank came too late, if known.
+
+        This is what they had noted before. It may be of an earlier start of the job.
+        """
+
+        def read() -> str | None:
+            notes = self._connection.notes_of_last_meeting()
+            if notes is None:
+                return None
+            return self._read_earlier(notes).failure or notes.refusal(self._calls.recent)
+
+        return self._store.within_limit(read, NOTE_S)
 
     def cannot_meet(self) -> str | None:
         """Return why a rank will not arrive at a rendezvous: it has failed, or refused a call."""
@@ -206,9 +243,10 @@ class FailureReport:
 
     def poll(self) -> None:
         """Fail if a long wait cannot succeed: a rank has failed, or calls differ."""
+        # After a failure, too: a rank that comes later cannot know whether older notes still hold.
+        self._repeat_refusal()
         if self.error is not None:
             return
-        self._repeat_refusal()
         notes = self._connection.notes
         if notes is None:
             return

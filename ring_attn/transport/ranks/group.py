@@ -105,6 +105,12 @@ class RankGroup:
             return f"{error}: {elsewhere}"
         if self.connection.has_met:
             return f"{error}. All ranks of the group must make this call"
+        noted_earlier = self.failure.noted_earlier()
+        if noted_earlier is not None:
+            return (
+                f"{error}. Before {self.member.name} came, the ranks of this start of the job, or "
+                f"of an earlier one, noted: {noted_earlier}"
+            )
         return (
             f"{error}: they are still loading, hung or crashed, or they never call ring_attn. "
             "All ranks of the group must make their first call of ring_attention together; call "

@@ -33,7 +33,8 @@ class Notes:
     """One rank's access to the notes of a group in its store; ranks are global ranks."""
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
-        self.store, self._prefix, self._rank = store, f"{meeting}/notes", rank
+        self.store, self.meeting, self._rank = store, meeting, rank
+        self._prefix = f"{meeting}/notes"
 
     def write_calls(self, calls: Iterable[Identity], waits_for: int | None = None) -> None:
         """Write down this rank's last calls, and the rank for which it waits."""
