@@ -102,8 +102,8 @@ LINEAR = {
 MAMBA = {"mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16}
 # Many heads: the largest error of only 4 numbers of a gradient varies too much to be compared.
 HEADS = {"mamba_n_heads": 16, "mamba_d_head": 8}
-# Models whose loss type is unknown to transformers, because of their names.
-UNKNOWN_LOSS: dict[str, tuple[str, dict[str, Any]]] = {
+# Models of which transformers does not know the loss type, because of their names; and RoBERTa.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
         {
@@ -116,6 +116,11 @@ UNKNOWN_LOSS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         }
         | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    ),
+    # Its positions begin after the id of padding, which no text has.
+    "roberta": (
+        "RobertaConfig",
+        CONFIGS["bert"][1] | {"is_decoder": True, "vocab_size": VOCAB + 1, "pad_token_id": VOCAB},
     ),
     "bert_decoder": ("BertConfig", CONFIGS["bert"][1] | {"is_decoder": True}),
 }
@@ -197,7 +202,7 @@ YARDSTICKS = dict.fromkeys(
 
 def make_model(family: str, implementation: str, **changes: Any) -> Any:
     """A float32 model in evaluation mode: the same weights in every process."""
-    name, options = (CONFIGS | HYBRIDS | UNKNOWN_LOSS)[family]
+    name, options = (CONFIGS | HYBRIDS | DECODERS)[family]
     config = getattr(transformers, name)(**options | changes)
     auto = (
         transformers.AutoModelForMaskedLM

@@ -30,7 +30,7 @@ from ring_attn.integrations.trainer import trainer as integration
 from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
-from tests.hf_models import HYBRIDS, UNKNOWN_LOSS, VOCAB, make_model, yardstick
+from tests.hf_models import DECODERS, HYBRIDS, VOCAB, make_model, yardstick
 from tests.hf_own_rows import FAMILIES
 from tests.hf_own_rows import make as make_own_rows
 from tests.hf_trainers import (
@@ -186,7 +186,7 @@ TRAININGS = {
     # Of 11 and 7 texts all labels count, not all but the first of each text.
     **{
         family: Training(partial(usual, collate="padded, all labels"), where={"family": family})
-        for family in UNKNOWN_LOSS
+        for family in DECODERS
     },
     "masked tokens": Training(with_masked_tokens, where={"family": "bert"}),
     "trl packed": Training(partial(supervised, packing=True)),

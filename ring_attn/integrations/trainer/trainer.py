@@ -19,6 +19,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.trainer.batches import as_documents, fingerprint, num_targets
 from ring_attn.integrations.transformers.cache import LAYOUT
 from ring_attn.integrations.transformers.masks import tokens_of
+from ring_attn.integrations.transformers.models import first_position
 from ring_attn.integrations.transformers.registration import Registration
 from ring_attn.integrations.transformers.stacks import numbers_own_rows
 from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
@@ -123,6 +124,10 @@ class _SplitSequence(_Base):
         self.gives_whole_batches = numbers_own_rows(self.model)
         if self.gives_whole_batches:
             check_one_group(self)
+        has_adapters = hasattr(self.model, "get_base_model")
+        self.first_position = first_position(
+            self.model.get_base_model() if has_adapters else self.model
+        )
         keep_gradients(self.model)
         # Every rank reads an iterable dataset: otherwise accelerate gives each rank other batches.
         self.accelerator.dataloader_config.dispatch_batches = False
@@ -209,7 +214,7 @@ class _SplitSequence(_Base):
                 loss = loss * self.ring.size
             loss = share_of_value(loss, self.ring.size)
             return (loss, *outputs) if return_outputs else loss
-        shard = self.ring.shard(inputs)
+        shard = self.ring.shard(inputs, self.first_position)
         compute = partial(super().compute_loss, model, shard, return_outputs, num_items_in_batch)
         custom_loss = self.compute_loss_func
         if custom_loss is not None:
@@ -355,8 +360,11 @@ class TrainerRing:
         """Return the layout of a batch that was converted to one sequence."""
         return SequenceLayout.from_name(self.layout, tokens_of(rows).size(1), self.size)
 
-    def shard(self, inputs: Keywords) -> dict[str, Value]:
-        """Return the keywords of the model for this rank's rows of a batch."""
+    def shard(self, inputs: Keywords, first: int = 0) -> dict[str, Value]:
+        """Return the keywords of the model for this rank's rows of a batch.
+
+        `first` is the position_id of a sequence's first token, for batches without positions.
+        """
         rows, others, _ = as_documents(inputs)
         seqlen, layout = tokens_of(rows).size(1), self.layout_of(rows)
         if 0 in layout.shard_lens:  # transformers' models need a row
@@ -365,6 +373,8 @@ class TrainerRing:
                 "tokens leaves some without tokens: use batches of more or longer sequences"
             )
         shard = shard_batch(rows, layout, self.rank)
+        if inputs.get("position_ids") is None:
+            shard["position_ids"] = shard["position_ids"] + first
         # The model computes a loss only if it gets labels, but it computes it from shift_labels.
         return {**shard, **others, "labels": shard["shift_labels"], LAYOUT: layout}
 

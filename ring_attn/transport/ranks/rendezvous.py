@@ -356,7 +356,7 @@ class Meetings:
         lead = rank_name(self._members[:1])
         text = f"{lead} did not arrive within {seconds:g} s"
         if last is not None and last.kind == "missing":
-            text = f"{text}; they met before: {last.text}"
+            text = f"{last.text}, and {lead} did not come back within {seconds:g} s"
         raise MissingRanksError(text, is_unexplained=True)
 
     def _open(self) -> str:
