@@ -131,20 +131,37 @@ def options(config: Any, depth: int = 0) -> dict[str, Any]:
     return small
 
 
-def make(architecture: Architecture, implementation: str) -> Any:
+# Options of a config with their values; a dot leads into a config in it.
+Changes = tuple[tuple[str, Any], ...]
+
+
+def config_of(architecture: Architecture, changes: Changes = ()) -> Any:
+    """The config of a tiny model, with other values of some options."""
+    model_class = getattr(transformers, architecture.model_class)
+    config_class = model_class.config_class or CONFIG_MAPPING[architecture.model_type]
+    arguments = options(config_class) | SPECIAL.get(architecture.model_class, {})
+    if architecture.head in SENSED:
+        default = vars(config_class())
+        arguments |= {name: x for name, x in SENSED_SIZES.items() if name in default}
+    for path, value in changes:
+        *parts, name = path.split(".")
+        holder = arguments
+        for part in parts:
+            holder = holder.setdefault(part, {})
+        holder[name] = value
+    return config_class(**arguments)
+
+
+def make(architecture: Architecture, implementation: str, changes: Changes = ()) -> Any:
     """A tiny model with the same random weights each time; refuses large ones."""
     model_class = getattr(transformers, architecture.model_class)
-    config = model_class.config_class or CONFIG_MAPPING[architecture.model_type]
-    arguments = options(config) | SPECIAL.get(architecture.model_class, {})
-    if architecture.head in SENSED:
-        arguments |= {name: x for name, x in SENSED_SIZES.items() if name in vars(config())}
     with torch.device("meta"):
-        model = model_class(config(**arguments))
+        model = model_class(config_of(architecture, changes))
     if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
         raise ValueError("too large")
     torch.manual_seed(0)
     made = model_class._from_config(
-        config(**arguments),
+        config_of(architecture, changes),
         attn_implementation=implementation,
         experts_implementation="eager",
     )

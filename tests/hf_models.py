@@ -102,6 +102,28 @@ LINEAR = {
 MAMBA = {"mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16}
 # Many heads: the largest error of only 4 numbers of a gradient varies too much to be compared.
 HEADS = {"mamba_n_heads": 16, "mamba_d_head": 8}
+# Models of which transformers does not know the loss type, because of their names; and RoBERTa.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 512,
+            "initializer_range": 0.15,
+            "tie_word_embeddings": False,
+        }
+        | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    ),
+    # Its positions begin after the id of padding, which no text has.
+    "roberta": (
+        "RobertaConfig",
+        CONFIGS["bert"][1] | {"is_decoder": True, "vocab_size": VOCAB + 1, "pad_token_id": VOCAB},
+    ),
+    "bert_decoder": ("BertConfig", CONFIGS["bert"][1] | {"is_decoder": True}),
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", RECURRENT | LINEAR | EXPERTS),
     "olmo_hybrid": ("OlmoHybridConfig", RECURRENT | LINEAR | {"pad_token_id": None}),
@@ -180,7 +202,7 @@ YARDSTICKS = dict.fromkeys(
 
 def make_model(family: str, implementation: str, **changes: Any) -> Any:
     """A float32 model in evaluation mode: the same weights in every process."""
-    name, options = (CONFIGS | HYBRIDS)[family]
+    name, options = (CONFIGS | HYBRIDS | DECODERS)[family]
     config = getattr(transformers, name)(**options | changes)
     auto = (
         transformers.AutoModelForMaskedLM

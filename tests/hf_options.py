@@ -4,12 +4,14 @@
 
 For each architecture of `tests.hf_architectures`: each boolean of its config, and each choice of
 `CHOICES`, one at a time, if it changes the outputs in one process; and each head of `HEADS`. Lines
-are written to OUT.md as soon as they are known; models whose default is refused are left out.
+are written to OUT.md as soon as they are known. All that was tried, also options without an effect,
+is printed.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,24 +21,37 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.integrations.transformers import register
 from ring_attn.integrations.transformers.models import first_position
+from ring_attn.integrations.transformers.stacks import numbers_own_rows
 from ring_attn.testing import check_rounded, noisy_runs
-from tests.hf_architectures import MAX_PARAMETERS, SENSED, SPECIAL, architectures, options
+from tests.hf_architectures import (
+    SENSED,
+    Architecture,
+    Changes,
+    architectures,
+    config_of,
+    doubled,
+    inputs_of,
+    make,
+)
 from tests.hf_models import VOCAB, all_in_float64
 
 SEQLEN = 46
+
+# Noisy runs of a model, of which there are a thousand.
+NUM_NOISY = 8
 
 TITLE = f"""# Options and heads of Hugging Face models
 
 Made by `tests/hf_options.py` with transformers {transformers.__version__}: tiny random
 models on 2 ranks, without `attention_mask`. Each row is one option of a config that changes the
-outputs in one process, or a head; other options are the defaults. These architectures were tried:
-the others of the [table of models](models.md) have not been tried with other options.
+outputs in one process, or a head; other options are the defaults. Where the default is refused,
+options are listed only if they are not refused with the same error.
 
 - right: all outputs are those of one process, within the bound of the tests
 - refused: an error names the part and the reason
@@ -51,6 +66,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (True, "all"),
     "classifier_pooling": ("mean", "cls"),
     "position_embedding_type": ("rotary", "absolute", "relative_key"),
+    "position_embeddings_type": ("rotary", "relative", "relative_key"),
+    "emb_layer_norm_before": (True,),
+    "feat_extract_norm": ("layer", "group"),
     "sliding_window": (8,),
     "attention_chunk_size": (8,),
     "attn_logit_softcapping": (5.0,),
@@ -58,6 +76,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "per_layer_embedding_ngram": (2,),
     "ngram_size": (2,),
     "index_topk": (4,),
+}
+
+# Types of RoPE whose frequencies depend on the positions, or differ from the default ones.
+ROPE_TYPES = ("linear", "dynamic", "yarn")
+ROPE_OPTIONS = {"factor": 4.0, "original_max_position_embeddings": 16}
+
+# Options without which another one has no effect.
+TOGETHER: dict[str, Changes] = {
+    "token_dropout": (("mask_token_id", 5),),
+    "use_sliding_window": (("sliding_window", 8), ("max_window_layers", 0)),
 }
 
 # Booleans that say nothing of a model's forward.
@@ -83,45 +111,67 @@ HEADS = {
 
 
 class Variant(NamedTuple):
-    """A model class with changes of its config."""
+    """A model class with changes of its config; `head` is one of an `Architecture`."""
 
     model_type: str
     model_class: str
-    changes: tuple[tuple[str, Any], ...] = ()
+    changes: Changes = ()
+    head: str = "causal"
 
     def __str__(self) -> str:
-        changes = ", ".join(f"{name}={value!r}" for name, value in self.changes)
+        changes = ", ".join(f"{name}={_shown(value)}" for name, value in self.changes)
         return f"{self.model_class} | {changes or 'default'}"
 
-    def config(self) -> Any:
-        config_class = getattr(transformers, self.model_class).config_class
-        config_class = config_class or CONFIG_MAPPING[self.model_type]
-        arguments = options(config_class) | SPECIAL.get(self.model_class, {})
-        return config_class(**arguments | dict(self.changes))
+    @property
+    def architecture(self) -> Architecture:
+        return Architecture(self.head, self.model_type, self.model_class)
 
     def make(self, implementation: str) -> Any:
         """The model, with the same random weights each time."""
-        model_class = getattr(transformers, self.model_class)
-        with torch.device("meta"):
-            num = sum(p.numel() for p in model_class(self.config()).parameters())
-        if num > MAX_PARAMETERS:
-            raise ValueError("too large")
-        torch.manual_seed(0)
-        made = model_class._from_config(
-            self.config(), attn_implementation=implementation, experts_implementation="eager"
-        )
-        return made.eval()
+        return make(self.architecture, implementation, self.changes)
 
 
-def variants(model_type: str, model_class: str) -> Iterator[Variant]:
+def _shown(value: Any) -> str:
+    """A value of an option; of RoPE's parameters, their type."""
+    while isinstance(value, dict):
+        value = value.get("rope_type") or next(iter(value.values()))
+    return repr(value)
+
+
+def variants(base: Variant) -> Iterator[Variant]:
     """The default, and each option that may change the forward."""
-    yield Variant(model_type, model_class)
-    for name, value in vars(Variant(model_type, model_class).config()).items():
-        if isinstance(value, bool) and name not in NO_OPTIONS and not name.startswith("_"):
-            yield Variant(model_type, model_class, ((name, not value),))
-        for choice in CHOICES.get(name, ()):
-            if choice != value and not isinstance(value, bool):
-                yield Variant(model_type, model_class, ((name, choice),))
+    yield base
+    for name, value in _changed_options(config_of(base.architecture)):
+        option = name.rpartition(".")[2]
+        yield base._replace(changes=((name, value), *TOGETHER.get(option, ())))
+
+
+def _changed_options(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Options of a config and of configs in it, each with another value."""
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in NO_OPTIONS:
+            continue
+        if isinstance(value, PretrainedConfig):
+            yield from _changed_options(value, f"{path}{name}.")
+        elif isinstance(value, bool):
+            yield path + name, not value
+        elif name == "rope_parameters" and value:
+            for rope_type in ROPE_TYPES:
+                yield path + name, _with_rope_type(value, rope_type)
+        else:
+            for choice in CHOICES.get(name, ()):
+                if choice != value:
+                    yield path + name, choice
+
+
+def _with_rope_type(parameters: dict[str, Any], rope_type: str) -> dict[str, Any]:
+    """RoPE's parameters with another type; they may be given for each type of layers."""
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return {
+            name: _with_rope_type(value, rope_type) if isinstance(value, dict) else value
+            for name, value in parameters.items()
+        }
+    return {**parameters, **ROPE_OPTIONS, "rope_type": rope_type}
 
 
 def ids_of() -> Tensor:
@@ -129,88 +179,128 @@ def ids_of() -> Tensor:
     return torch.randint(2, VOCAB, (1, SEQLEN), generator=torch.Generator().manual_seed(1))
 
 
-def outputs(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
+def whole_inputs(variant: Variant, model: Any) -> dict[str, Tensor]:
+    """Inputs of the whole sequence."""
+    if numbers_own_rows(model):
+        return inputs_of(variant.architecture, model)
+    return {"input_ids": ids_of()}
+
+
+def outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """All outputs of floating point, by name."""
     with torch.no_grad():
-        found = model(input_ids=ids, **more)
+        found = model(**inputs)
     return {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
-def outcome(variant: Variant, default: dict[str, Tensor] | None) -> str | None:
-    """Return the outcome of a variant on all ranks, or None if its outputs are the default ones."""
-    ids = ids_of()
-    try:
-        model = variant.make("eager")
-        plain = outputs(model, ids)
-    except Exception as error:
-        return f"not tried: {type(error).__name__}"
-    same_names = default is not None and default.keys() == plain.keys()
-    if same_names and all(torch.equal(x, default[name]) for name, x in plain.items()):  # type: ignore[index]
-        return None
+def equal_outputs(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+def split_outputs(variant: Variant, model: Any, inputs: dict[str, Tensor]) -> Any:
+    """The outputs of a split model with the weights of `model`, or what its error says."""
     rank, layout = dist.get_rank(), SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
-    part = shard_batch({"input_ids": ids}, layout, rank)
     try:
         with register(layout="contiguous"):
             split = variant.make("ring_attn")
             split.load_state_dict(model.state_dict())
-            positions = part["position_ids"] + first_position(split)
-            got = outputs(split, part["input_ids"], position_ids=positions)
+            if not numbers_own_rows(model):
+                inputs = shard_batch(inputs, layout, rank)
+                inputs["position_ids"] = inputs["position_ids"] + first_position(split)
+            return outputs(split, inputs)
     except (NotImplementedError, ValueError) as error:
         return "refused: " + str(error).partition(": ")[0]
     except Exception as error:
-        return f"FAILS: {type(error).__name__}: {error}"
-    with all_in_float64():
-        oracle = outputs(copy.deepcopy(model).double(), ids)
-    noisy = noisy_runs(lambda: outputs(model, ids))
+        return f"FAILS: {type(error).__name__}: {str(error)[:300]}"
+
+
+def whole_outputs(model: Any, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
+    """The outputs in one process: in float64, and in noisy runs; rank 0 computes them for all."""
+    found = [None, None]
+    if dist.get_rank() == 0:
+        with all_in_float64():
+            found[0] = outputs(copy.deepcopy(model).double(), doubled(inputs))
+        found[1] = noisy_runs(lambda: outputs(model, inputs), NUM_NOISY)
+    dist.broadcast_object_list(found)
+    return found[0], found[1]
+
+
+def verdict_of(
+    got: dict[str, Tensor], oracle: dict[str, Tensor], noisy: list[dict[str, Tensor]], by_row: bool
+) -> str:
+    """Whether the outputs of this rank are right; `by_row` if they may have its rows only."""
+    if got.keys() != oracle.keys():
+        return f"WRONG: outputs {sorted(got)} instead of {sorted(oracle)}"
+    rank, layout = dist.get_rank(), SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
     for name, x in got.items():
-        by_row = x.ndim > 1 and (oracle[name].size(1), x.size(1)) == (SEQLEN, len(positions[0]))
-
-        def own(whole: Tensor, by_row: bool = by_row) -> Tensor:
-            return layout.shard(whole, rank) if by_row else whole
-
-        verdict = check_rounded(name, x, own(oracle[name]), [own(one[name]) for one in noisy])
+        has_rows = by_row and x.ndim > 1 and oracle[name].size(1) == SEQLEN
+        own = functools.partial(layout.shard, rank=rank) if has_rows else lambda whole: whole
+        expected = own(oracle[name])
+        if x.shape != expected.shape:
+            return f"WRONG: {name} has shape {tuple(x.shape)}, not {tuple(expected.shape)}"
+        verdict = check_rounded(name, x, expected, [own(one[name]) for one in noisy])
         if not verdict.ok:
             return f"WRONG: {verdict}"
     return "right"
 
 
-def of_all_ranks(variant: Variant, default: dict[str, Tensor] | None) -> str | None:
+def worst_of_ranks(word: str) -> str:
     """The outcome on the rank where it is worst."""
     each: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(each, outcome(variant, default))
+    dist.all_gather_object(each, word)
     order = ("WRONG", "FAILS", "refused", "not tried", "right")
-    return min(each, key=lambda word: order.index(str(word).split(":")[0]) if word else 9)
+    return str(min(each, key=lambda word: order.index(word.split(":")[0])))
 
 
-def sweep(model_type: str, model_class: str) -> Iterator[tuple[Variant, str]]:
-    """Yield the outcome of each variant of a class whose default is not refused."""
-    base = Variant(model_type, model_class)
+def of_all_ranks(variant: Variant, default: dict[str, Tensor] | None) -> str | None:
+    """Return the outcome of a variant, or None if its outputs are the default ones."""
+    try:
+        model = variant.make("eager")
+        inputs = whole_inputs(variant, model)
+        plain = outputs(model, inputs)
+    except Exception as error:
+        return worst_of_ranks(f"not tried: {type(error).__name__}")
+    if default is not None and equal_outputs(plain, default):
+        return None
+    got = split_outputs(variant, model, inputs)
+    word = worst_of_ranks(got if isinstance(got, str) else "right")
+    if word != "right":
+        return word
+    oracle, noisy = whole_outputs(model, inputs)
+    return worst_of_ranks(verdict_of(got, oracle, noisy, by_row=not numbers_own_rows(model)))
+
+
+def sweep(base: Variant) -> Iterator[tuple[Variant, str | None]]:
+    """Yield the outcome of each variant of a class of which a tiny model can be made."""
     found = of_all_ranks(base, None)
-    yield base, str(found)
-    if found != "right":
+    yield base, found
+    if str(found).startswith("not tried"):
         return
-    default = outputs(base.make("eager"), ids_of())
-    for variant in [*variants(model_type, model_class)][1:]:
-        word = of_all_ranks(variant, default)
-        if word is not None:
-            yield variant, word
+    model = base.make("eager")
+    default = outputs(model, whole_inputs(base, model))
+    for variant in [*variants(base)][1:]:
+        yield variant, of_all_ranks(variant, default)
 
 
-def classes(chosen: list[str]) -> list[tuple[str, str]]:
-    """The model types and classes to try."""
-    of_tokens = [each for each in architectures() if each.head not in SENSED]
-    found = [(each.model_type, each.model_class) for each in of_tokens]
-    types = dict(found).keys()
+def classes(chosen: list[str]) -> list[Variant]:
+    """The classes to try, with their defaults."""
+    found = [Variant(each.model_type, each.model_class, (), each.head) for each in architectures()]
+    head_of = {each.model_type: each.head for each in found}
+    # Inputs that are no tokens, if one of the heads has them.
+    head_of |= {each.model_type: each.head for each in found if each.head in SENSED}
     for names in HEADS.values():
         for model_type, name in names.items():
-            if model_type in types and isinstance(name, str):
-                found.append((model_type, name))
+            if model_type in head_of and isinstance(name, str):
+                found.append(Variant(model_type, name, (), head_of[model_type]))
+    by_name: dict[str, Variant] = {}
+    for each in found:
+        by_name.setdefault(each.model_class, each)
     left_out = {name.removeprefix("-") for name in chosen if name.startswith("-")}
     named = set(chosen) - {f"-{name}" for name in left_out}
     return [
-        pair
-        for pair in dict.fromkeys(found)
-        if pair[0] not in left_out and (not named or pair[0] in named)
+        each
+        for each in by_name.values()
+        if each.model_type not in left_out and (not named or each.model_type in named)
     ]
 
 
@@ -220,11 +310,17 @@ def main(path: str, *chosen: str) -> None:
     with Path(path).open("a") as file:
         if dist.get_rank() == 0 and not file.tell():
             file.write(TITLE)
-        for model_type, model_class in classes([*chosen]):
-            for variant, word in sweep(model_type, model_class):
-                if dist.get_rank() == 0:
+        for base in classes([*chosen]):
+            refusal = None
+            for variant, word in sweep(base):
+                if dist.get_rank() > 0:
+                    continue
+                print(variant, "|", word or "no effect", flush=True)
+                if word is not None and word != refusal:
                     file.write(f"| {variant} | {word} |\n")
                     file.flush()
+                if variant == base and str(word).startswith("refused"):
+                    refusal = word
     dist.destroy_process_group()
 
 

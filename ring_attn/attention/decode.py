@@ -84,7 +84,9 @@ def _runs_of_ranks(
     """
     device = queries.device
     own = torch.tensor([rows], dtype=torch.int64, device=device)
-    with transport.call("exchange numbers of rows", agreement, device, queries=queries):
+    with transport.call(
+        "exchange numbers of rows of tree_decode", agreement, device, queries=queries
+    ):
         rows_of_ranks = transport.gather(own).flatten().tolist()
     return SequenceLayout.boundaries([*accumulate(rows_of_ranks, initial=0)])
 

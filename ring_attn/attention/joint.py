@@ -74,7 +74,8 @@ def sides_of(layout: object, group: dist.ProcessGroup) -> Sides:
         if side.world_size != group.size():
             raise ValueError(
                 f"layout must be for {group.size()} ranks, as the group has, got {side} for "
-                f"{side.world_size}"
+                f"{side.world_size}: pass a layout for {group.size()} ranks, or the group of "
+                f"{side.world_size} ranks"
             )
     return Sides(*sides)
 

@@ -412,7 +412,8 @@ def check_layout(
     if layout.world_size != world_size:
         raise ValueError(
             f"layout must be for {world_size} ranks, as the group has, got {layout} for "
-            f"{layout.world_size}"
+            f"{layout.world_size}: pass a layout for {world_size} ranks, or the group of "
+            f"{layout.world_size} ranks"
         )
     if total is not None and layout.seqlen < total:
         raise ValueError(

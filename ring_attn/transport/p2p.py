@@ -48,7 +48,13 @@ from ring_attn.transport.base import (
 from ring_attn.transport.buffers import HEADER_BYTES, Pool
 from ring_attn.transport.options import TransportOptions
 from ring_attn.transport.ranks.calls import NOTHING, Waiting
-from ring_attn.transport.ranks.errors import Disagreement, describe_error, mark_counted, noticed
+from ring_attn.transport.ranks.errors import (
+    NO_CALL,
+    Disagreement,
+    describe_error,
+    mark_counted,
+    noticed,
+)
 from ring_attn.transport.ranks.group import RankGroup, rank_group
 from ring_attn.transport.ranks.identity import (
     Identity,
@@ -197,7 +203,7 @@ class P2PTransport(Transport):
         if rows in calls.even_rows or self.world_size == 1 or debug_enabled():
             return
         here = as_facts({"rows": f"{rows[0]} rows of q and {rows[1]} of k"})
-        uneven = self._difference("rows", here, device)
+        uneven = self._difference("rows of ring_attention", here, device)
         if uneven is not None:
             raise _uneven_rows("; ".join(uneven.facts.values()))
         calls.even_rows.add(rows)
@@ -479,7 +485,7 @@ class P2PTransport(Transport):
         timed_out = elapsed > self._timeout_s - 2e-3  # gloo counts whole milliseconds
         crashed = (
             f"{rank_name(peer_rank)} crashed, hung or never made this call "
-            f"({describe_error(error)})"
+            f"({describe_error(error)}). {NO_CALL}"
         )
         reason = failure.error or failure.reason(peer_rank, timed_out=timed_out) or crashed
         failure.fail(str(reason), shared=True)

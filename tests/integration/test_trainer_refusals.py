@@ -92,7 +92,7 @@ NOT_BUILT = NotImplementedError
 @pytest.mark.parametrize(
     ("family", "name", "options", "error", "text"),
     [
-        ("bert", "ring_attn", {}, NOT_BUILT, "ForMaskedLMLoss"),
+        ("bert", "ring_attn", {}, NOT_BUILT, "ForMaskedLMLoss.*pass compute_loss_func"),
         ("llama", "sdpa", {}, ValueError, "'sdpa'"),
         ("llama", "ring_attn", {}, RuntimeError, "no process group"),  # nothing else is wrong
     ],
@@ -150,7 +150,8 @@ PARALLEL = "accelerator.state.parallelism_config"
         ("args.accelerator_config.dispatch_batches", True, NOT_BUILT, "dispatch_batches"),
         ("args.average_tokens_across_devices", False, NOT_BUILT, "average_tokens"),
         ("model_accepts_loss_kwargs", False, NOT_BUILT, "num_items_in_batch"),
-        ("model.config.is_encoder_decoder", True, NOT_BUILT, "numbers its rows itself"),
+        ("model.loss_type", "ForSequenceClassification", NOT_BUILT, "not a sum over tokens"),
+        ("model.loss_type", "ForMaskedLM", NOT_BUILT, "pass compute_loss_func"),
     ],
 )
 def test_surroundings_that_are_refused(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers.distributed import DistributedConfig
@@ -29,7 +30,9 @@ from ring_attn.integrations.trainer import trainer as integration
 from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
 from tests.distributed.pool import Ended, Pools, ended, on_ranks
-from tests.hf_models import HYBRIDS, VOCAB, make_model, yardstick
+from tests.hf_models import DECODERS, HYBRIDS, VOCAB, make_model, yardstick
+from tests.hf_own_rows import FAMILIES
+from tests.hf_own_rows import make as make_own_rows
 from tests.hf_trainers import (
     EVEN_TEXTS,
     LOGGED,
@@ -81,6 +84,17 @@ def squared_and_right(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> 
 
 def with_own_loss_function(model: Any, out: Path, of: Of) -> Run:
     args, given = arguments(str(out)), {"compute_loss_func": squared_and_right}
+    return trained(make_trainer(model, args, of(transformers.Trainer), "padded", **given))
+
+
+def of_masked_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    """The loss of masked language models, which does not shift labels."""
+    logits = outputs.logits.transpose(1, 2)
+    return cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def with_masked_tokens(model: Any, out: Path, of: Of) -> Run:
+    args, given = arguments(str(out)), {"compute_loss_func": of_masked_tokens}
     return trained(make_trainer(model, args, of(transformers.Trainer), "padded", **given))
 
 
@@ -169,6 +183,12 @@ TRAININGS = {
     "liger, three ranks": Training(with_liger, 3),
     "groups": Training(in_groups, 4, where={"layout": "contiguous", "dp": 2}),
     "a stream": Training(streamed),
+    # Of 11 and 7 texts all labels count, not all but the first of each text.
+    **{
+        family: Training(partial(usual, collate="padded, all labels"), where={"family": family})
+        for family in DECODERS
+    },
+    "masked tokens": Training(with_masked_tokens, where={"family": "bert"}),
     "trl packed": Training(partial(supervised, packing=True)),
     "trl smoothed": Training(partial(supervised, packing=True, label_smoothing_factor=0.3)),
     "trl padded": Training(partial(supervised, packing=False), 3),
@@ -207,6 +227,74 @@ def test_training_as_in_one_process(ranks: Pools, out: Path, name: str) -> None:
     assert bool((oracle.logged["grad_norm"] > 0.5).all())
     for got in ranks(TRAININGS[name].world_size).run(on_split, name, out / name):
         assert_same_run(got, oracle, noisy)
+
+
+SAMPLES = 8
+
+
+def samples_of(family: str) -> list[dict[str, Any]]:
+    """Samples of a model that numbers its own rows, each with other values."""
+    batch = FAMILIES[family].inputs()
+    samples = []
+    for index in range(SAMPLES):
+        sample = {name: x[index % len(x)] for name, x in batch.items()}
+        scale = 1 + index / 3
+        samples.append({n: x * scale if x.is_floating_point() else x for n, x in sample.items()})
+    return samples
+
+
+def of_own_rows(model: Any, out: Path, of: Of, samples: list[dict[str, Tensor]]) -> Run:
+    """Trains on whole batches, evaluates before and after, and gathers predictions."""
+    dtype = model.dtype
+    data = [
+        {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.items()}
+        for sample in samples
+    ]
+    args = arguments(str(out), learning_rate=0.01, per_device_eval_batch_size=2)
+    trainer = of(transformers.Trainer)(
+        model=model, args=args, train_dataset=data, eval_dataset=data[:5]
+    )
+    found = trainer.predict(data[:5]).predictions
+    run = trained(trainer)
+    run.logged["predicted"] = torch.tensor(found[0] if isinstance(found, tuple) else found)
+    return run
+
+
+def make_trained(family: str, implementation: str) -> Any:
+    """A model that numbers its own rows, without random masks in training."""
+    without_masks = {"apply_spec_augment": False} if family == "wav2vec2" else {}
+    return make_own_rows(family, implementation, **without_masks)
+
+
+def own_rows_on_ranks(family: str, out: Path) -> Run:
+    with as_torchrun(), register():
+        model = make_trained(family, "ring_attn")
+        return of_own_rows(model, out, split_sequence, samples_of(family))
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("family", ["vit", "bart", "wav2vec2"])
+def test_models_with_own_rows_as_in_one_process(ranks: Pools, out: Path, family: str) -> None:
+    """Classification divides by the samples of all micro-batches, the others by their own."""
+    samples = samples_of(family)
+    oracle, noisy = in_one_process(
+        lambda model, to: of_own_rows(model, to, lambda one: one, samples),
+        out / family,
+        make_trained(family, "eager"),
+    )
+    for got in ranks(2).run(own_rows_on_ranks, family, out / f"{family} split"):
+        assert_same_run(got, oracle, noisy)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_several_groups_of_a_model_with_own_rows_are_refused(out: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    with as_torchrun(), register(group=mesh["cp"]):
+        model = make_own_rows("bart", "ring_attn")
+        with refused(NotImplementedError, "BartForConditionalGeneration|groups of 2 of 4 ranks"):
+            of_own_rows(model, out, split_sequence, samples_of("bart"))
 
 
 @contextmanager

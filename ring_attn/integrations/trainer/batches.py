@@ -134,12 +134,12 @@ def _check_shapes(rows: Mapping[str, Tensor], others: Keywords, shape: torch.Siz
             )
 
 
-def num_targets(batch: Keywords) -> Tensor:
-    """Return the number of predicted labels: all that count, except the first of each row."""
+def num_targets(batch: Keywords, shifts: bool) -> Tensor:
+    """Return the number of labels that count; without the first of each row if `shifts`."""
     if isinstance(batch.get("shift_labels"), Tensor):
         labels = batch["shift_labels"]
     elif isinstance(batch.get("labels"), Tensor):
-        labels = batch["labels"][:, 1:]
+        labels = batch["labels"][:, 1:] if shifts else batch["labels"]
     else:
         raise ValueError(
             f"a batch needs labels, got {sorted(batch)}: use a collator that makes them, such as "

@@ -19,6 +19,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.trainer.batches import as_documents, fingerprint, num_targets
 from ring_attn.integrations.transformers.cache import LAYOUT
 from ring_attn.integrations.transformers.masks import tokens_of
+from ring_attn.integrations.transformers.models import first_position
 from ring_attn.integrations.transformers.registration import Registration
 from ring_attn.integrations.transformers.stacks import numbers_own_rows
 from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
@@ -30,6 +31,11 @@ from ring_attn.transport.ranks.identity import set_step
 
 # A Trainer of transformers or TRL, or its class; mypy skips these packages.
 HFTrainer: TypeAlias = Any
+
+# Losses of transformers with a term for each token. All but the first may divide by the labels of
+# one rank.
+CAUSAL_LOSS = "ForCausalLMLoss"
+LOSSES_OF_TOKENS = {CAUSAL_LOSS, "ForMaskedLMLoss", "ForTokenClassification"}
 
 # A function of a user, or of transformers, with its own parameters.
 Function = Callable[..., Value]
@@ -114,6 +120,14 @@ class _SplitSequence(_Base):
         super().__init__(*args, **kwargs)
         check_trainer(self)
         self.ring = TrainerRing.of(self)
+        # Such a model gets whole batches, and all ranks of a group compute the same loss.
+        self.gives_whole_batches = numbers_own_rows(self.model)
+        if self.gives_whole_batches:
+            check_one_group(self)
+        has_adapters = hasattr(self.model, "get_base_model")
+        self.first_position = first_position(
+            self.model.get_base_model() if has_adapters else self.model
+        )
         keep_gradients(self.model)
         # Every rank reads an iterable dataset: otherwise accelerate gives each rank other batches.
         self.accelerator.dataloader_config.dispatch_batches = False
@@ -157,13 +171,22 @@ class _SplitSequence(_Base):
         with self.ring.data_parallel(self.accelerator):
             return super()._get_dataloader(*args, **kwargs)
 
+    @property
+    def shifts_labels(self) -> bool:
+        """Return whether the Trainer counts the labels without the first one of each row.
+
+        It does not for classes whose `loss_type` transformers does not know, such as
+        GPT2LMHeadModel, although their losses shift labels.
+        """
+        return getattr(self, "_loss_shifts_labels", False)
+
     def _get_num_items_in_batch(
         self, batch_samples: Sequence[Keywords], device: torch.device
     ) -> Tensor | None:
         """Return the number of targets of all groups; refuse differences within a group."""
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
-            count += num_targets(batch).to(device)
+            count += num_targets(batch, shifts=self.shifts_labels).to(device)
         of_rank = torch.stack([count, fingerprint(batch_samples, device)])
         counts, fingerprints = self.accelerator.gather(of_rank).view(-1, 2).T.tolist()
         self.ring.check_same(fingerprints)
@@ -183,7 +206,15 @@ class _SplitSequence(_Base):
         set_step(self.state.global_step)
         if num_items_in_batch is None:  # TRL's evaluation leaves it out
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        shard = self.ring.shard(inputs)
+        if self.gives_whole_batches:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, *outputs = result if return_outputs else (result,)
+            # The Trainer multiplies other losses by the number of ranks itself.
+            if not (self.model_accepts_loss_kwargs or self.compute_loss_func):
+                loss = loss * self.ring.size
+            loss = share_of_value(loss, self.ring.size)
+            return (loss, *outputs) if return_outputs else loss
+        shard = self.ring.shard(inputs, self.first_position)
         compute = partial(super().compute_loss, model, shard, return_outputs, num_items_in_batch)
         custom_loss = self.compute_loss_func
         if custom_loss is not None:
@@ -218,7 +249,7 @@ class _SplitSequence(_Base):
 
         Predictions and labels have the rows of the batch, in their order.
         """
-        num_targets(inputs)
+        num_targets(inputs, shifts=self.shifts_labels)
         inputs = self._prepare_inputs(inputs)
         loss, found, labels = super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys
@@ -227,6 +258,10 @@ class _SplitSequence(_Base):
         loss = loss / self.ring.size
         if prediction_loss_only:
             return loss, None, None
+        if self.gives_whole_batches:
+            if self.own_preprocess is not None:
+                found = self.own_preprocess(found, labels)
+            return loss, found, labels
         return loss, self.ring.predictions(found, inputs, self.own_preprocess), labels
 
     def evaluation_loop(self, *args: object, **kwargs: object) -> object:
@@ -325,8 +360,11 @@ class TrainerRing:
         """Return the layout of a batch that was converted to one sequence."""
         return SequenceLayout.from_name(self.layout, tokens_of(rows).size(1), self.size)
 
-    def shard(self, inputs: Keywords) -> dict[str, Value]:
-        """Return the keywords of the model for this rank's rows of a batch."""
+    def shard(self, inputs: Keywords, first: int = 0) -> dict[str, Value]:
+        """Return the keywords of the model for this rank's rows of a batch.
+
+        `first` is the position_id of a sequence's first token, for batches without positions.
+        """
         rows, others, _ = as_documents(inputs)
         seqlen, layout = tokens_of(rows).size(1), self.layout_of(rows)
         if 0 in layout.shard_lens:  # transformers' models need a row
@@ -335,6 +373,8 @@ class TrainerRing:
                 "tokens leaves some without tokens: use batches of more or longer sequences"
             )
         shard = shard_batch(rows, layout, self.rank)
+        if inputs.get("position_ids") is None:
+            shard["position_ids"] = shard["position_ids"] + first
         # The model computes a loss only if it gets labels, but it computes it from shift_labels.
         return {**shard, **others, "labels": shard["shift_labels"], LAYOUT: layout}
 
@@ -349,9 +389,7 @@ class TrainerRing:
         layout = self.layout_of(documents.rows)
         logits = documents.batch(whole_rows(outputs.logits, layout, self.rank, self.group))
         loss = function(type(outputs)(logits=logits), inputs.get("labels"), **options)
-        # The value is divided by the ranks. The gradient is not: this rank's logits have only their
-        # part of it.
-        return loss - loss.detach() * (1 - 1 / self.size)
+        return share_of_value(loss, self.size)
 
     # Predictions are tensors, tuples and lists of them.
     def predictions(self, found: Value, inputs: Keywords, preprocess: Function | None) -> Value:
@@ -378,6 +416,14 @@ class TrainerRing:
             return documents.batch(unshard(x, layout, group=self.group))
 
         return whole(found)
+
+
+def share_of_value(loss: Tensor, size: int) -> Tensor:
+    """Divide a loss that all ranks compute by their number, but not its gradient.
+
+    The logits of each rank have only their part of the gradient.
+    """
+    return loss - loss.detach() * (1 - 1 / size)
 
 
 @contextmanager
@@ -476,6 +522,52 @@ def _registration(model: Model) -> Registration:
     return registered
 
 
+def _check_loss_type(trainer: HFTrainer) -> None:
+    """Refuse losses that are not sums of terms of tokens, divided by the labels of all ranks."""
+    name = type(trainer.model).__name__
+    loss = getattr(getattr(trainer.model, "loss_function", None), "__name__", None)
+    if loss not in LOSSES_OF_TOKENS:
+        raise NotImplementedError(
+            f"the loss of {name} is {loss}, which is not a sum over tokens: only losses of tokens "
+            "work with split_sequence; write your own training loop with ring_attn.shard_batch and "
+            "ring_attn.sync_gradients"
+        )
+    if trainer.compute_loss_func is not None:
+        return
+    if loss != CAUSAL_LOSS:
+        raise NotImplementedError(
+            f"the loss of {name} is {loss}, which would divide by the labels of one rank: pass "
+            "compute_loss_func to the trainer, which is called with the logits and labels of the "
+            "whole batch"
+        )
+    if not trainer.model_accepts_loss_kwargs:
+        raise NotImplementedError(
+            f"the forward of {name} has no keyword num_items_in_batch, so its loss would divide by "
+            "the labels of one rank: pass compute_loss_func to the trainer, which is called with "
+            "the logits and labels of the whole batch"
+        )
+
+
+def check_one_group(trainer: HFTrainer) -> None:
+    """Refuse surroundings in which a model that numbers its own rows would train wrongly.
+
+    Its loss may be the mean of a group's batch, and the sum over groups would be another loss.
+    """
+    name, ring = type(trainer.model).__name__, trainer.ring
+    world_size = dist.get_world_size()
+    if ring.size < world_size:
+        raise NotImplementedError(
+            f"{name} numbers its rows itself, and its loss may be a mean over the batch of one "
+            f"group, got groups of {ring.size} of {world_size} ranks: register all ranks as one "
+            "group, or write your own training loop with ring_attn.sync_gradients"
+        )
+    if trainer.is_fsdp_enabled:
+        raise NotImplementedError(
+            f"{name} numbers its rows itself, which is untested with FSDP: train it with DDP, "
+            "which is the default"
+        )
+
+
 def check_trainer(trainer: HFTrainer) -> None:
     """Refuse models and options that would give wrong results on sharded sequences."""
     args, accelerator = trainer.args, trainer.accelerator
@@ -485,17 +577,8 @@ def check_trainer(trainer: HFTrainer) -> None:
             "cp_size and sp_size of parallelism_config must be 1, because the group of register() "
             f"shares the sequences, got cp_size={parallel.cp_size} and sp_size={parallel.sp_size}"
         )
-    if numbers_own_rows(trainer.model):
-        raise NotImplementedError(
-            f"{type(trainer.model).__name__} numbers its rows itself, from whole inputs, which "
-            "split_sequence would shard: write your own training loop, with sync_gradients"
-        )
-    loss = getattr(getattr(trainer.model, "loss_function", None), "__name__", None)
-    if loss != "ForCausalLMLoss" or not trainer.model_accepts_loss_kwargs:
-        raise NotImplementedError(
-            f"the loss of {type(trainer.model).__name__} must be ForCausalLMLoss, which divides by "
-            f"num_items_in_batch, got {loss}: other losses are not supported for sharded sequences"
-        )
+    if not numbers_own_rows(trainer.model):
+        _check_loss_type(trainer)
     wrong = {name: why for name, why in REFUSED.items() if attrgetter(name)(trainer)}
     if args.include_num_input_tokens_seen not in (False, "no"):
         wrong["include_num_input_tokens_seen"] = "each rank of a group would count the whole batch"

@@ -42,6 +42,7 @@ from ring_attn.integrations.transformers.models import (
     first_position,
     has_several_positions,
     registered,
+    running,
     watch_models,
     window_of,
 )
@@ -440,6 +441,13 @@ class Registration:
         if not has_text or _are_positions(got, in_sequence, in_document, tokens):
             _validated[position_ids] = facts
             return
+        cache = cache_of(running.given)
+        if cache is not None and not hasattr(cache, "step"):
+            raise ValueError(
+                f"the KV cache must be sharded, too, got a {type(cache).__name__} of transformers: "
+                "pass past_key_values=ring.cache(model), also to generate(), where ring is what "
+                f"register({self.name!r}) returned"
+            )
         raise ValueError(
             f"position_ids of rank {rank} must be the positions of its rows, "
             f"{_shown(in_sequence + first)}, got shape {tuple(got.shape)} with "

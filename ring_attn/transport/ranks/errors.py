@@ -23,6 +23,10 @@ LEFT_OUT = (
     "there is no backward, so add 0 * out.sum() to the loss"
 )
 
+NO_CALL = (
+    "Read the first error in its log; if a rank leaves out a call, all ranks must leave it out"
+)
+
 WHOLE_DOCUMENTS = (
     "Pass the boundaries of the documents in the whole sequence, which are the same on every rank, "
     "not those of one rank's documents"
@@ -115,6 +119,8 @@ class Disagreement(NamedTuple):
 
 def _remedy(names: tuple[str, ...]) -> str:
     """Return what to do if values with these names differ."""
+    if "headdim" in names:  # the default of softmax_scale follows from it
+        names = tuple(name for name in names if name != "softmax_scale")
     for name in names:
         if name in REMEDIES:
             return REMEDIES[name]

@@ -17,7 +17,7 @@ from ring_attn.transport.base import rank_name
 from ring_attn.transport.ranks import watch
 from ring_attn.transport.ranks.calls import LONGEST_S, CallLedger, Waiting
 from ring_attn.transport.ranks.connection import Connection
-from ring_attn.transport.ranks.errors import LEFT_OUT
+from ring_attn.transport.ranks.errors import LEFT_OUT, NO_CALL
 from ring_attn.transport.ranks.links import Posted
 from ring_attn.transport.ranks.member import Member
 from ring_attn.transport.ranks.notes import Notes
@@ -229,7 +229,7 @@ class FailureReport:
             )
         return (
             f"{rank_name(last)} crashed, hung or never made this call (it is not waiting for any "
-            "rank)"
+            f"rank). {NO_CALL}"
         )
 
     def is_reported(self) -> bool:
