@@ -32,11 +32,14 @@ SHARED = {
 }
 TIME_WIDTH = 512
 
-# Bytes that a block keeps of a row, as multiples of the bytes of d and of f elements, and what its
-# forward and backward hold beyond them: estimates by what Wan, HunyuanVideo and Flux keep.
-KEPT_HIDDEN, KEPT_WIDTH, MORE_FORWARD, MORE_BACKWARD = 20.0, 2.0, 4.0, 8.0
+# Bytes of a row, as multiples of the bytes of d and of f elements: what a block keeps, without and
+# with cross-attention; what its forward and its backward hold beyond that; and what its forward
+# holds in inference. They are near those of Wan, LTX, HunyuanVideo, Flux and Qwen-Image.
+KEPT_HIDDEN, KEPT_HIDDEN_CROSS, KEPT_WIDTH = 20.0, 33.0, 2.0
+MORE_FORWARD, MORE_BACKWARD = 3.0, 4.0
+INFERENCE_HIDDEN, INFERENCE_WIDTH = 5.0, 2.0
 # Bytes that operators other than products move, as multiples of the kept bytes.
-MOVED_FORWARD, MOVED_BACKWARD = 3.0, 6.0
+MOVED_FORWARD, MOVED_BACKWARD = 4.3, 7.2
 
 # Numbers that enter and leave the transformer for each row, where the config does not say.
 CHANNELS = 64
@@ -84,8 +87,9 @@ def _width(config: TransformerConfig) -> int:
     if isinstance(ffn_dim, int) and ffn_dim > 0:
         return ffn_dim
     ratio = config.values.get("mlp_ratio")
-    is_number = isinstance(ratio, int | float) and ratio > 0
-    return round((ratio if is_number else 4.0) * config.hidden)
+    if isinstance(ratio, int | float) and ratio > 0:
+        return round(ratio * config.hidden)
+    return 4 * config.hidden
 
 
 def _block(config: TransformerConfig) -> _Kind:
@@ -107,22 +111,25 @@ def _single_block(config: TransformerConfig) -> _Kind:
 
 def _sized(kind: _Kind, config: TransformerConfig, itemsize: int, *, training: bool) -> Block:
     hidden, width = config.hidden * itemsize, _width(config) * itemsize
-    kept = KEPT_HIDDEN * hidden + KEPT_WIDTH * width
-    heads = config.nheads, config.headdim, config.headdim
     joint = config.has_joint_text
-    calls = (Call(*heads, has_text=joint),)
+    kept = (KEPT_HIDDEN if joint else KEPT_HIDDEN_CROSS) * hidden + KEPT_WIDTH * width
+    forward = kept + MORE_FORWARD * hidden
+    if not training:
+        forward = INFERENCE_HIDDEN * hidden + INFERENCE_WIDTH * width
+    heads = config.nheads, config.headdim, config.headdim
+    calls: tuple[Call, ...] = (Call(*heads, has_text=joint),)
     if not joint:
         calls += (Call(*heads, has_text=True, is_split=False),)
 
     def rows(nbytes: float) -> Rowwise:
         # The text of cross-attention has only k and v.
-        return Rowwise(nbytes, nbytes if joint else min(nbytes, 4.0 * hidden))
+        return Rowwise(nbytes, nbytes if joint else min(nbytes, 6.0 * hidden))
 
     flops = Rowwise(2.0 * kind.of_video, 2.0 * kind.of_text)
     return Block(
         inputs=Rowwise(hidden, hidden if joint else 0.0),
         kept=rows(kept) if training else Rowwise(),
-        forward=rows((kept if training else width) + MORE_FORWARD * hidden),
+        forward=rows(forward),
         backward=rows(kept + MORE_BACKWARD * hidden) if training else Rowwise(),
         moved_forward=rows(MOVED_FORWARD * kept),
         moved_backward=rows(MOVED_BACKWARD * kept) if training else Rowwise(),
@@ -161,7 +168,7 @@ def _outside(config: TransformerConfig, itemsize: int, *, training: bool) -> Out
     directions = 3 if training else 1
     flops = 2.0 * directions * CHANNELS * config.hidden
     text_flops = 2.0 * directions * (_text_width(config) + config.hidden) * config.hidden
-    norm = (4 if training else 2) * hidden
+    norm = (6 if training else 1) * hidden
     return Outside(
         kept=Rowwise(table + _channels(config) * itemsize, hidden),
         before=Rowwise(2.0 * hidden + table, 2.0 * hidden),

@@ -122,7 +122,7 @@ def _ltx(config: Config, make: Maker) -> Arguments:
 
 def _cogvideox(config: Config, make: Maker) -> Arguments:
     patch = config.patch_size_t or 1, config.patch_size, config.patch_size
-    inputs = {
+    inputs: Arguments = {
         # (batch, frames, channels, height, width)
         "hidden_states": make.latents(config.in_channels, patch).transpose(1, 2),
         "encoder_hidden_states": make.text(config.text_embed_dim),
@@ -155,16 +155,6 @@ def _sd3(config: Config, make: Maker) -> Arguments:
     }
 
 
-def _mochi(config: Config, make: Maker) -> Arguments:
-    patch = 1, config.patch_size, config.patch_size
-    return {
-        "hidden_states": make.latents(config.in_channels, patch),
-        "encoder_hidden_states": make.text(config.text_embed_dim),
-        "encoder_attention_mask": make.text_mask(),
-        "timestep": make.numbers(1),
-    }
-
-
 # Classes that are traced. All others are planned by formula.
 INPUTS: dict[str, Callable[[Config, Maker], Arguments]] = {
     "ChromaTransformer2DModel": _chroma,
@@ -173,7 +163,6 @@ INPUTS: dict[str, Callable[[Config, Maker], Arguments]] = {
     "FluxTransformer2DModel": _flux,
     "HunyuanVideoTransformer3DModel": _hunyuan_video,
     "LTXVideoTransformer3DModel": _ltx,
-    "MochiTransformer3DModel": _mochi,
     "QwenImageTransformer2DModel": _qwen_image,
     "SD3Transformer2DModel": _sd3,
     "SkyReelsV2Transformer3DModel": _wan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ring_attn.machines.cluster import Cluster
 from ring_attn.planning.diffusion import formulas
 from ring_attn.planning.diffusion.config import TransformerConfig
 from ring_attn.planning.diffusion.sizes import SizedTransformer
-from ring_attn.planning.diffusion.traced import trace
+from ring_attn.planning.diffusion.traced import count_weights, trace
 from ring_attn.planning.model.degrees import Degrees
 from ring_attn.planning.model.job import Recompute
 from ring_attn.planning.model.sizes import Weights
@@ -24,6 +24,8 @@ def sized(
 ) -> SizedTransformer:
     """Return a transformer with its sizes: of the real module where it can be traced.
 
+    Else they are estimates, except for the weights if diffusers can build the module.
+
     Example:
         >>> from ring_attn.planning.diffusion.config import read_transformer
         >>> len(sized(read_transformer("flux.1-dev")).kinds)
@@ -32,7 +34,13 @@ def sized(
     try:
         return trace(config, dtype, training=training)
     except NotTraceableError as error:
-        return formulas.estimate(config, dtype.itemsize, training=training, note=str(error))
+        estimated = formulas.estimate(config, dtype.itemsize, training=training, note=str(error))
+    try:
+        weights = count_weights(config)
+    except NotTraceableError:
+        return estimated
+    has_same_blocks = len(weights.layers) == len(estimated.kinds)
+    return replace(estimated, weights=weights) if has_same_blocks else estimated
 
 
 @dataclass(frozen=True)

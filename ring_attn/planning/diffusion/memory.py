@@ -22,7 +22,8 @@ def memory_of(job: DiffusionJob, attention_bytes: float, communicator_bytes: flo
 
     `attention_bytes` and `communicator_bytes` are of `BlockAttentionPlan`.
     """
-    kept, working, outside = _kept(job), _one_block(job), _outside(job)
+    kept, working = _kept(job), _one_block(job)
+    outside = max(_after(job), _before(job) - kept)  # before the first block nothing is kept
     in_block = working + attention_bytes >= outside
     weights = of_weights(job, 0) if job.is_training else _of_inference(job)
     words = f"kept for the backward, recomputation: {job.recompute}"
@@ -55,13 +56,18 @@ def _of_inference(job: DiffusionJob) -> list[Part]:
 
 
 def _kept(job: DiffusionJob) -> float:
-    """Return the bytes that all blocks keep, and what is held from before the first one on."""
-    model = job.model
+    """Return the bytes that all blocks keep, and what is held from before the first one on.
+
+    If blocks are computed again, the first one keeps the rows of all ranks, which it splits.
+    """
+    model, first = job.model, job.model.of_block(0)
     nbytes = model.outside.kept.at(job.video, job.text)
+    video = job.own_video
     if job.is_training:
         blocks = (model.of_block(index) for index in range(len(model.kinds)))
         nbytes += sum(_kept_of_block(job, block) for block in blocks)
-    nbytes += model.of_block(0).inputs.at(job.own_video, job.text)
+        video = job.own_video if job.recompute == "none" else job.video
+    nbytes += first.inputs.at(video, job.text)
     return job.batch * nbytes
 
 
@@ -99,15 +105,18 @@ def _one_block(job: DiffusionJob) -> float:
     return job.batch * most
 
 
-def _outside(job: DiffusionJob) -> float:
-    """Return the most bytes that are held before the first block, or after the last one.
+def _before(job: DiffusionJob) -> float:
+    """Return the most bytes that are held before the first block, of the rows of all ranks."""
+    return job.batch * job.model.outside.before.at(job.video, job.text)
+
+
+def _after(job: DiffusionJob) -> float:
+    """Return the most bytes that are held after the last block, beyond what is kept.
 
     If everything after the last block runs on the rows of all ranks, they are gathered first.
     """
     outside, last = job.model.outside, job.model.of_block(len(job.model.kinds) - 1)
-    before = outside.before.at(job.video, job.text)
-    after = outside.after.at(job.own_video, job.text)
-    if outside.ends_whole:
-        gathered = last.inputs.video * job.video if job.degrees.cp > 1 else 0.0
-        after = outside.after.at(job.video, job.text) + gathered
-    return job.batch * max(before, after)
+    if not outside.ends_whole:
+        return job.batch * outside.after.at(job.own_video, job.text)
+    gathered = last.inputs.video * job.video if job.degrees.cp > 1 else 0.0
+    return job.batch * (outside.after.at(job.video, job.text) + gathered)

@@ -9,6 +9,7 @@ from ring_attn.planning.choice import format_seconds
 from ring_attn.planning.diffusion.fits import DiffusionPlan
 from ring_attn.planning.diffusion.job import DiffusionJob
 from ring_attn.planning.model.fits import MAX_RANKS
+from ring_attn.planning.model.job import Recompute
 from ring_attn.planning.model.report import GB, memory_lines, share_of_peak, wrapped
 
 
@@ -18,7 +19,7 @@ def text_of(plan: DiffusionPlan, *, verbose: bool = False) -> str:
     blocks = [heading(job), memory_table(plan), step_table(plan), attention_lines(plan)]
     if verbose:
         blocks += [kind.choice.table(verbose=True) for kind in plan.attention.kinds]
-    blocks += ["\n".join(advice(plan)), f"{sources(plan)}\n{confidence(plan)}"]
+    blocks += ["\n".join(advice(plan)), f"{sources(plan)}\n{wrapped(confidence(plan))}"]
     return "\n\n".join(blocks)
 
 
@@ -114,9 +115,22 @@ def advice(plan: DiffusionPlan) -> list[str]:
         f'        transformer, mesh["cp"], layout="{plan.attention.layout}",',
         f"        strategy={strategy})",
     ]
-    if plan.job.is_training and plan.job.recompute == "full":
-        lines.append("    transformer.enable_gradient_checkpointing()  # before parallelize")
-    return lines
+    return lines + (_checkpointing(plan.job.recompute) if plan.job.is_training else [])
+
+
+def _checkpointing(recompute: Recompute) -> list[str]:
+    """Return the lines for recomputation."""
+    if recompute == "none":
+        return []
+    if recompute == "full":
+        return ["    transformer.enable_gradient_checkpointing()"]
+    # Of each block, the results of attention are kept.
+    return [
+        "    kept = [torch.ops.ring_attn.attention.default]",
+        "    transformer.enable_gradient_checkpointing(partial(checkpoint,",
+        "        use_reentrant=False, context_fn=partial(",
+        "            create_selective_checkpoint_contexts, kept)))",
+    ]
 
 
 def kernels_source(plan: DiffusionPlan) -> str:

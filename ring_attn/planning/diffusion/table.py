@@ -92,14 +92,4 @@ TRANSFORMERS: dict[str, Config] = {
         "joint_attention_dim": 3584,
         "axes_dims_rope": [16, 56, 56],
     },
-    "mochi-1": {
-        "_class_name": "MochiTransformer3DModel",
-        "num_attention_heads": 24,
-        "attention_head_dim": 128,
-        "num_layers": 48,
-        "in_channels": 12,
-        "patch_size": 2,
-        "pooled_projection_dim": 1536,
-        "text_embed_dim": 4096,
-    },
 }

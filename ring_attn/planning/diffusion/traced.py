@@ -1,9 +1,10 @@
 """Weights, activations and FLOPs of the real transformer, counted on the meta device.
 
-diffusers builds the transformer without memory. One block of each kind then runs, forward and
+diffusers builds the transformer without memory. Two blocks of each kind then run, forward and
 backward in training, for three numbers of rows: what a rank takes is linear in its rows of video
-and of text. Attention is replaced by a function that keeps what ring_attn's keeps, and that notes
-its calls.
+and of text. The second one counts, because the backward of the embeddings may begin during that
+of the first one. Attention is replaced by a function that keeps what ring_attn's keeps, and that
+notes its calls.
 """
 
 from __future__ import annotations
@@ -49,16 +50,39 @@ def trace(
         NotTraceableError: diffusers is not installed, the inputs of the class are not known, or the
             module does not run on the meta device.
     """
-    if find_spec("diffusers") is None:
-        raise NotTraceableError("diffusers is not installed")
+    _check_installed()
     if config.class_name not in INPUTS:
         raise NotTraceableError(f"the inputs of {config.class_name} are not known")
-    try:
+    with _reporting():
         return _traced(config, dtype, training)
+
+
+def count_weights(config: TransformerConfig) -> Weights:
+    """Count the weights of a transformer, by its config.
+
+    Raises:
+        NotTraceableError: diffusers is not installed, or cannot build the transformer.
+    """
+    _check_installed()
+    with _reporting():
+        model = _build(config, torch.bfloat16)
+        return _weights_of(model, _lists_of_blocks(model, config))
+
+
+def _check_installed() -> None:
+    if find_spec("diffusers") is None:
+        raise NotTraceableError("diffusers is not installed")
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Raise the errors of diffusers' modules, which may fail in any way, as NotTraceableError."""
+    try:
+        yield
     except NotTraceableError:
         raise
-    except Exception as error:  # a module of diffusers may fail in any way
-        text = " ".join(str(error).split())[:120]
+    except Exception as error:
+        text = " ".join(str(error).split())[:80]
         raise NotTraceableError(f"{type(error).__name__}: {text}") from error
 
 
@@ -66,7 +90,7 @@ def _traced(config: TransformerConfig, dtype: torch.dtype, training: bool) -> Si
     model = _build(config, dtype)
     lists = _lists_of_blocks(model, config)
     weights = _weights_of(model, lists)
-    kinds, left = _one_of_each_kind(lists)
+    kinds, left, counted = _two_of_each_kind(lists)
     base, more_video, more_text = _shapes(prime_of(model))
     runs = [
         _Run(config, model, left, shape, dtype, training).measured()
@@ -80,7 +104,7 @@ def _traced(config: TransformerConfig, dtype: torch.dtype, training: bool) -> Si
             },
             calls=runs[0].calls[index],
         )
-        for index in range(len(left))
+        for index in counted
     )
     outside = Outside(
         **{name: _rowwise([run.outside[name] for run in runs], base) for name in runs[0].outside},
@@ -155,28 +179,38 @@ def _num_weights(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def _one_of_each_kind(lists: list[nn.ModuleList]) -> tuple[tuple[int, ...], list[nn.Module]]:
-    """Leave one block of each kind in the lists; return the kind of each block, and those left.
+def _two_of_each_kind(
+    lists: list[nn.ModuleList],
+) -> tuple[tuple[int, ...], list[nn.Module], list[int]]:
+    """Leave two blocks of each kind in the lists, or one if there are no more.
 
     Blocks of one kind are in one list, have parts of the same classes, and weights of the same
     shapes.
+
+    Returns:
+        The kind of each block, the blocks that are left, and the index among them of the last one
+        of each kind.
     """
     found: dict[object, int] = {}
     kinds: list[int] = []
     left: list[nn.Module] = []
+    left_of_kind: list[list[int]] = []
     for blocks in lists:
-        of_list = []
+        of_list: list[nn.Module] = []
         for block in list(blocks):
             parts = tuple((name, type(part)) for name, part in block.named_modules())
             shapes = tuple((name, x.shape) for name, x in block.named_parameters())
             kind = found.setdefault((id(blocks), parts, shapes), len(found))
-            if kind == len(left) + len(of_list):
+            if kind == len(left_of_kind):
+                left_of_kind.append([])
+            if len(left_of_kind[kind]) < 2:
+                left_of_kind[kind].append(len(left) + len(of_list))
                 of_list.append(block)
             kinds.append(kind)
         del blocks[:]
         blocks.extend(of_list)
         left += of_list
-    return tuple(kinds), left
+    return tuple(kinds), left, [indices[-1] for indices in left_of_kind]
 
 
 # -- attention
@@ -329,7 +363,7 @@ class _Run:
             self._calls[index] = tuple(self._attention.calls)
             if index == watch.num_layers - 1:
                 outputs = [out] if isinstance(out, Tensor) else list(out)
-                watch.entered(index + 1, [x for x in outputs if isinstance(x, Tensor)][:1])
+                watch.entered(index + 1, [x for x in outputs if isinstance(x, Tensor)])
 
         return [
             block.register_forward_pre_hook(before, with_kwargs=True),
