@@ -178,6 +178,11 @@ def plan(parser: argparse.ArgumentParser) -> None:
         ring-attn plan --model llama-3-8b --seqlen 1M --world-size 64
         ring-attn plan --model config.json --world-size 8 --fits    how long?
         ring-attn plan --model config.json --target 1M --tp 2       how many GPUs?
+
+    Of a transformer of diffusers, the command plans a training step, or with --steps its inference.
+    Its rows are those of the text, which --replicated gives, and of the video.
+
+        ring-attn plan --model wan-2.1-14b --seqlen 76k --replicated 512 --world-size 8 --steps 50
     """
     _add_call(parser)
     _add_model(parser)
@@ -278,6 +283,7 @@ MODEL_OPTIONS = (
     "loss",
     "optimizer",
     "weights",
+    "steps",
 )
 
 
@@ -288,8 +294,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME|FILE",
         help="plan the training of a model: a config.json of Hugging Face, a folder with one, or a "
-        "name such as llama-3-8b; an unknown name lists all names. Of a transformer of diffusers, "
-        "plan one attention (default: plan one call of attention)",
+        "name such as llama-3-8b or wan-2.1-14b; an unknown name lists all names. Also the config "
+        "of a transformer of diffusers (default: plan one call of attention)",
     )
     add("--fits", action="store_true", help="find the longest sequence that fits")
     add(
@@ -320,7 +326,15 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--weights",
         type=parse_dtype,
         metavar="DTYPE",
-        help="dtype of weights and gradients (default: float32, with products in --dtype)",
+        help="dtype of weights and gradients (default: float32, with products in --dtype; in "
+        "inference that of --dtype)",
+    )
+    add(
+        "--steps",
+        type=count_of("steps"),
+        metavar="N",
+        help="denoising steps of a generation: plan the inference of a transformer of diffusers "
+        "(default: plan training; with --no-backward one step)",
     )
 
 
@@ -331,7 +345,11 @@ def _add_degrees(parser: argparse.ArgumentParser) -> None:
         ("tp", "ranks that share each layer (tensor parallelism; default: 1)"),
         ("pp", "stages of a pipeline (default: 1)"),
         ("ep", "ranks that share the experts (default: 1)"),
-        ("fsdp", "ranks that share weights and optimizer (default: all ranks / (tp x pp))"),
+        (
+            "fsdp",
+            "ranks that share weights and optimizer (default: all ranks / (tp x pp), or 1 with "
+            "--steps)",
+        ),
         ("microbatches", "batches of a step (default: the number of stages)"),
     ):
         parser.add_argument(f"--{name}", type=count_of("ranks"), metavar="N", help=text)

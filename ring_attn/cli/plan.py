@@ -8,12 +8,13 @@ import runpy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, cycle, takewhile
 
 import torch
 
 from ring_attn import plots
-from ring_attn.cli import plan_model
+from ring_attn.cli import plan_diffusion, plan_model
 from ring_attn.cli.arguments import (
     command_line,
     format_size,
@@ -37,7 +38,7 @@ from ring_attn.planning.devices import (
     find_cluster,
     load_cluster,
 )
-from ring_attn.planning.model.diffusion import DiffusionTransformer, read_diffusion
+from ring_attn.planning.diffusion.config import TransformerConfig, read_transformer
 from ring_attn.planning.planner import explain
 from ring_attn.planning.scale import MAX_EXACT, estimates_of
 from ring_attn.strategies.base import StrategyCode
@@ -67,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
                 if isinstance(value, StrategyCode):
                     stack.enter_context(registered(value))
         _check_strategies(args.strategies)
-        diffusion = None if args.model is None else read_diffusion(args.model)
-        if diffusion is not None:
-            return run_diffusion(args, diffusion)
+        transformer = None if args.model is None else read_transformer(args.model)
+        if transformer is not None:
+            return run_diffusion(args, transformer)
         plan_model.check_options(args)
         return run_plan(args) if args.model is None else run_model(args)
 
@@ -92,15 +93,23 @@ def run_model(args: argparse.Namespace) -> int:
         return plan_model.run(args, cluster, documents)
 
 
-def run_diffusion(args: argparse.Namespace, model: DiffusionTransformer) -> int:
-    """Plan the attention of a transformer of diffusers; return 1 if --check finds a fault."""
-    plan_model.check_options_of_diffusion(args)
-    sizes = {"nheads": model.nheads, "headdim": model.headdim, "causal": False, "model": None}
-    if not args.quiet:
-        print(
-            f"{model.name}: {model.num_blocks} blocks, each with one such attention over all rows"
-        )
-    return run_plan(argparse.Namespace(**{**vars(args), **sizes}))
+def run_diffusion(args: argparse.Namespace, transformer: TransformerConfig) -> int:
+    """Plan a transformer of diffusers; return 1 if it does not fit, or --check finds a fault."""
+    plan_diffusion.check_options(args)
+    check_sizes(args)
+    check_simulated(args)
+    documents = None if args.documents is None else partial(boundaries, args.documents)
+    cluster = cluster_of(args.cluster, args.node_size, args.world_size or 1)
+    with num_threads(1):
+        found = plan_diffusion.run(args, transformer, cluster, documents)
+        if found is None:
+            return 1
+        choices = [kind.choice for kind in found.attention.kinds]
+        figure = plots.plan(choices[0]) if args.plot is not None and choices else None
+        ok = all(checked(choice, quiet=args.quiet) for choice in choices if args.check)
+    if figure is not None and is_first_rank():
+        plots.save(figure, args.plot)
+    return 0 if ok else 1
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -165,7 +174,19 @@ def shortened_lines(text: str, num: int) -> str:
 def check_bounds(args: argparse.Namespace) -> None:
     """Refuse sizes whose plan would take much more than 20 s or 4 GiB."""
     check_sizes(args)
+    check_simulated(args)
     heads = args.batch * args.nheads
+    check_limits(
+        {
+            "--heads": (args.nheads, MAX_HEADS),
+            "--batch x heads x head dim": (heads * args.headdim, MAX_ROW),
+            "--batch x heads x head dim of v": (heads * (args.headdim_v or 0), MAX_ROW),
+        }
+    )
+
+
+def check_simulated(args: argparse.Namespace) -> None:
+    """Refuse --check and --plot of too many ranks."""
     if args.check and args.world_size > MAX_CHECKED:
         raise ValueError(
             f"--check works for at most {MAX_CHECKED} ranks, because it lists the tiles of every "
@@ -176,13 +197,6 @@ def check_bounds(args: argparse.Namespace) -> None:
             f"--plot works for at most {MAX_EXACT} ranks, because timelines of more ranks are not "
             f"simulated, got {args.world_size}"
         )
-    check_limits(
-        {
-            "--heads": (args.nheads, MAX_HEADS),
-            "--batch x heads x head dim": (heads * args.headdim, MAX_ROW),
-            "--batch x heads x head dim of v": (heads * (args.headdim_v or 0), MAX_ROW),
-        }
-    )
 
 
 def check_sizes(args: argparse.Namespace) -> None:

@@ -47,41 +47,20 @@ def check_options(args: argparse.Namespace) -> None:
         _check_without_model(args)
         return
     _refuse_options_of_a_call(args)
+    if args.steps is not None:
+        raise ValueError("--steps is of transformers of diffusers, and --model is not one")
     if args.fits and args.target is not None:
         raise ValueError("pass --fits or --target, not both")
     if args.fits:
-        _refuse_both(args, "--fits", "seqlen", "finds the length")
-        _refuse_both(args, "--fits", "documents", "plans one document")
-        _check_given(args, ["world_size"])
+        refuse_both(args, "--fits", "seqlen", "finds the length")
+        refuse_both(args, "--fits", "documents", "plans one document")
+        check_given(args, ["world_size"])
     elif args.target is not None:
-        _refuse_both(args, "--target", "world_size", "finds the number of ranks")
-        _refuse_both(args, "--target", "seqlen", "gives the length")
-        _refuse_both(args, "--target", "documents", "plans one document")
+        refuse_both(args, "--target", "world_size", "finds the number of ranks")
+        refuse_both(args, "--target", "seqlen", "gives the length")
+        refuse_both(args, "--target", "documents", "plans one document")
     else:
-        _check_given(args, ["seqlen", "world_size"])
-
-
-def check_options_of_diffusion(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together with a config of diffusers.
-
-    Raises:
-        ValueError: an option is missing, or would be ignored.
-    """
-    for name, option in OF_CALL.items():
-        if name != "window_size" and getattr(args, name) is not None:
-            raise ValueError(f"{option} is not used with --model, whose config gives it")
-    if args.causal:
-        raise ValueError(
-            "--causal is not used with a config of diffusers, whose rows see all rows: plan a "
-            "causal mask with --heads and --head-dim instead of --model"
-        )
-    for name in MODEL_OPTIONS:
-        if getattr(args, name) not in (None, False):
-            raise ValueError(
-                f"--{name.replace('_', '-')} needs the config of a language model, and --model is "
-                "one of diffusers, of which one attention is planned"
-            )
-    _check_given(args, ["seqlen", "world_size"], can_be_found=False)
+        check_given(args, ["seqlen", "world_size"])
 
 
 def _refuse_options_of_a_call(args: argparse.Namespace) -> None:
@@ -103,15 +82,17 @@ def _check_without_model(args: argparse.Namespace) -> None:
     for name in MODEL_OPTIONS:
         if getattr(args, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} needs --model")
-    _check_given(args, ["seqlen", "world_size"], can_be_found=False)
+    check_given(args, ["seqlen", "world_size"], can_be_found=False)
 
 
-def _refuse_both(args: argparse.Namespace, option: str, name: str, why: str) -> None:
+def refuse_both(args: argparse.Namespace, option: str, name: str, why: str) -> None:
+    """Refuse an option next to another one, which finds or gives the same."""
     if getattr(args, name) is not None:
         raise ValueError(f"--{name.replace('_', '-')} is not used with {option}, which {why}")
 
 
-def _check_given(args: argparse.Namespace, names: list[str], *, can_be_found: bool = True) -> None:
+def check_given(args: argparse.Namespace, names: list[str], *, can_be_found: bool = True) -> None:
+    """Refuse a command without one of these options."""
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]
     if missing:
         raise ValueError(

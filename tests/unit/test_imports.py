@@ -51,6 +51,7 @@ ROWS = [
     "integrations testing.launch cli.arguments",
     "testing cli.masks",
     "planning.model",
+    "planning.diffusion",
     "cli.env cli.options cli.bench_options cli.progress",
     "cli.verify cli.calibrate",
     "cli.doctor",

@@ -7,7 +7,7 @@ of the file are all that is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -78,8 +78,10 @@ def read_model(name: str) -> ModelConfig:
     return model_of(str(path), _text_config(path))
 
 
-def path_of(name: str) -> Path:
+def path_of(name: str, others: Iterable[str] = ()) -> Path:
     """Return the path of a config.json, or of the one in a folder.
+
+    `others` are names of models that the error lists next to those of language models.
 
     Raises:
         ConfigError: there is no such file.
@@ -89,8 +91,8 @@ def path_of(name: str) -> Path:
         path = path / "config.json"
     if not path.exists():
         raise ConfigError(
-            f"--model must be a config.json, a folder with one, or one of {', '.join(MODELS)}, "
-            f"got {name!r}"
+            f"--model must be a config.json, a folder with one, or one of "
+            f"{', '.join([*MODELS, *others])}, got {name!r}"
         )
     return path
 

@@ -132,10 +132,10 @@ def _most(job: Job, unit: int, scale: float, fixed: float) -> int:
         longer = with_length(job, count * unit)
         return memory_of(longer, scale * longer.rows, fixed).total <= job.memory_bytes
 
-    return unit * _last(fits, MAX_SEQLEN // unit)
+    return unit * last_that_holds(fits, MAX_SEQLEN // unit)
 
 
-def _last(is_right: Callable[[int], bool], most: int) -> int:
+def last_that_holds(is_right: Callable[[int], bool], most: int) -> int:
     """Return the greatest number up to `most` for which a condition holds, which holds below it."""
     low, high = 0, most + 1
     while high - low > 1:

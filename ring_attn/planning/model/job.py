@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -70,6 +70,36 @@ def sized(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> SizedModel
     return SizedModel(architecture, traced.weights, traced.activations)
 
 
+class AnyJob(Protocol):
+    """What the jobs of language models and of diffusion transformers have in common."""
+
+    @property
+    def weights(self) -> Weights: ...
+    @property
+    def degrees(self) -> Degrees: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def weight_dtype(self) -> torch.dtype: ...
+
+
+def optimizer_bytes(job: AnyJob) -> int:
+    """Return the bytes of the optimizer's states for each weight."""
+    states, size = OPTIMIZERS[job.optimizer]
+    if size is None:
+        size = job.weight_dtype.itemsize
+    return states * size
+
+
+def device_type(job: AnyJob) -> str:
+    """Return the type of the ranks' devices: "cuda" or "cpu"."""
+    return "cuda" if job.cluster.device.memory_bytes else "cpu"
+
+
 @dataclass(frozen=True)
 class Job:
     """A training job.
@@ -118,13 +148,5 @@ class Job:
         return self.seqlen * self.batch * self.degrees.dp * self.microbatches
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's states for each weight."""
-        states, size = OPTIMIZERS[self.optimizer]
-        if size is None:
-            size = self.weight_dtype.itemsize
-        return states * size
-
-    @property
-    def device_type(self) -> str:
-        return "cuda" if self.cluster.device.memory_bytes else "cpu"
+    def weights(self) -> Weights:
+        return self.model.weights

@@ -9,7 +9,7 @@ from ring_attn.machines.count import CONNECTION_BYTES, SHARED_NET_BYTES
 from ring_attn.planning.model.architecture import Attention
 from ring_attn.planning.model.degrees import stages_of
 from ring_attn.planning.model.formulas import result_bytes
-from ring_attn.planning.model.job import Job
+from ring_attn.planning.model.job import AnyJob, Job, device_type, optimizer_bytes
 
 # Estimates: what CUDA and its libraries take; the share of what comes and goes in a step that the
 # allocator cannot use again; channels of an NCCL communicator with its defaults.
@@ -83,7 +83,7 @@ def _parts(job: Job, stage: int, attention_bytes: float, communicator_bytes: flo
     # The loss comes before the backward of the last layer.
     in_layer = working + attention_bytes >= head
     parts = [
-        *_of_weights(job, stage),
+        *of_weights(job, stage),
         Part("activations", kept, f"kept for the backward, recomputation: {job.recompute}"),
         Part("one layer", working, "the most that a layer holds", at_peak=in_layer),
         Part(
@@ -91,14 +91,19 @@ def _parts(job: Job, stage: int, attention_bytes: float, communicator_bytes: flo
         ),
         Part("logits and loss", head, job.loss, job.loss == "fused", at_peak=not in_layer),
     ]
-    if job.device_type == "cuda":
-        moving = kept + max(working + attention_bytes, head)
-        parts += [
-            Part("NCCL", communicator_bytes + _nccl(job), "buffers of communicators", True),
-            Part("CUDA", CONTEXT_BYTES, "its context and libraries", True),
-            Part("fragmentation", FRAGMENTATION * moving, "5 % of what comes and goes", True),
-        ]
-    return parts
+    moving = kept + max(working + attention_bytes, head)
+    return [*parts, *of_device(job, moving, communicator_bytes)]
+
+
+def of_device(job: AnyJob, moving: float, communicator_bytes: float) -> list[Part]:
+    """Return what a GPU and its libraries take; `moving` are the bytes that come and go."""
+    if device_type(job) != "cuda":
+        return []
+    return [
+        Part("NCCL", communicator_bytes + _nccl(job), "buffers of communicators", True),
+        Part("CUDA", CONTEXT_BYTES, "its context and libraries", True),
+        Part("fragmentation", FRAGMENTATION * moving, "5 % of what comes and goes", True),
+    ]
 
 
 # Names of the parts that do not depend on the length of sequences.
@@ -108,18 +113,18 @@ FIXED = {"weights", "gathered weights", "gradients", "optimizer", "NCCL", "CUDA"
 # -- weights
 
 
-def sharded_weights(job: Job, stage: int) -> float:
+def sharded_weights(job: AnyJob, stage: int) -> float:
     """Return the weights that a rank of a stage holds between uses."""
-    weights, degrees = job.model.weights, job.degrees
+    weights, degrees = job.weights, job.degrees
     layers = stages_of(len(weights.layers), degrees.pp)[stage]
     dense = sum(weights.layers[i].dense for i in layers) + _outside(job, stage)
     experts = sum(weights.layers[i].experts for i in layers)
     return (dense / degrees.fsdp + experts / degrees.expert_ways) / degrees.tp
 
 
-def _outside(job: Job, stage: int) -> int:
+def _outside(job: AnyJob, stage: int) -> int:
     """Return the weights outside of layers in a stage: the embedding, and the head."""
-    weights, last = job.model.weights, job.degrees.pp - 1
+    weights, last = job.weights, job.degrees.pp - 1
     first = weights.embedding if stage == 0 else 0
     if stage != last:
         return first
@@ -127,17 +132,17 @@ def _outside(job: Job, stage: int) -> int:
     return first + weights.head + shared + weights.others
 
 
-def layer_weights(job: Job, index: int) -> float:
+def layer_weights(job: AnyJob, index: int) -> float:
     """Return the weights of a layer that a rank has while the layer runs."""
-    layer = job.model.weights.layers[index]
+    layer = job.weights.layers[index]
     return (layer.dense + layer.experts / job.degrees.ep) / job.degrees.tp
 
 
-def _of_weights(job: Job, stage: int) -> list[Part]:
+def of_weights(job: AnyJob, stage: int) -> list[Part]:
     """Return the bytes of weights, gradients and optimizer."""
     degrees = job.degrees
     sharded = sharded_weights(job, stage)
-    layers = stages_of(len(job.model.weights.layers), degrees.pp)[stage]
+    layers = stages_of(len(job.weights.layers), degrees.pp)[stage]
     largest = max(layer_weights(job, i) for i in layers)
     outside = _outside(job, stage) / degrees.tp
     casts = job.weight_dtype.itemsize != job.dtype.itemsize
@@ -156,7 +161,7 @@ def _of_weights(job: Job, stage: int) -> list[Part]:
         Part("weights", sharded * size, words),
         Part("gathered weights", gathered, "of two layers, embedding and head"),
         Part("gradients", sharded * size + reduced, "with those that are not yet reduced"),
-        Part("optimizer", sharded * job.optimizer_bytes, job.optimizer),
+        Part("optimizer", sharded * optimizer_bytes(job), job.optimizer),
     ]
 
 
@@ -235,7 +240,7 @@ def _head(job: Job, stage: int) -> float:
 # -- NCCL
 
 
-def _nccl(job: Job) -> float:
+def _nccl(job: AnyJob) -> float:
     """Return an estimate of the bytes of the communicators of FSDP, TP, PP and EP."""
     degrees, node_size = job.degrees, job.cluster.node_size
     groups = {

@@ -11,8 +11,8 @@ from ring_attn.planning.choice import format_seconds
 from ring_attn.planning.model.advice import advice_for
 from ring_attn.planning.model.architecture import Architecture
 from ring_attn.planning.model.fits import MAX_RANKS, ModelPlan
-from ring_attn.planning.model.job import Job
-from ring_attn.planning.model.memory import Part
+from ring_attn.planning.model.job import AnyJob, Job
+from ring_attn.planning.model.memory import Memory, Part
 from ring_attn.planning.model.step import Step, peak_flops, product_speed
 
 GB, WIDTH = 1e9, 80
@@ -64,14 +64,20 @@ def layers_in_words(architecture: Architecture) -> str:
 
 def memory_table(plan: ModelPlan) -> str:
     """Return the memory of a rank by what holds it, the total, and whether it fits."""
-    memory, limit = plan.memory, plan.job.memory_bytes
+    lines = memory_lines(plan.memory, plan.job.memory_bytes)
+    stage = f", stage {plan.memory.stage} of the pipeline" if plan.job.degrees.pp > 1 else ""
+    return "\n".join(lines) + stage
+
+
+def memory_lines(memory: Memory, limit: float) -> list[str]:
+    """Return the memory of a rank by what holds it, and the total out of a limit, in lines."""
     lines = ["memory of a rank             GB"]
     lines += [_memory_line(part) for part in memory.parts]
     verdict = "" if limit == float("inf") else f"of {limit / GB:.1f}: "
-    verdict += "fits" if plan.fits else f"{(memory.total - limit) / GB:.1f} too many"
-    stage = f", stage {memory.stage} of the pipeline" if plan.job.degrees.pp > 1 else ""
-    lines.append(f"{'total':22}{memory.total / GB:9.2f}  {verdict}{stage}")
-    return "\n".join(lines)
+    fits = memory.total <= limit
+    verdict += "fits" if fits else f"{(memory.total - limit) / GB:.1f} too many"
+    lines.append(f"{'total':22}{memory.total / GB:9.2f}  {verdict}")
+    return lines
 
 
 def _memory_line(part: Part) -> str:
@@ -86,7 +92,7 @@ def step_table(plan: ModelPlan) -> str:
     step = plan.step
     rows = {
         "attention": (step.attention, "simulated"),
-        "other products": (step.products, f"estimate: {_share_of_peak(plan.job)}"),
+        "other products": (step.products, f"estimate: {share_of_peak(plan.job)}"),
         "other operators": (step.operators, "estimate: eager, by the memory's bandwidth"),
         "recurrences": (step.recurrences, "estimate"),
         "waits for weights": (step.exposed["fsdp"], "FSDP or DDP, not hidden behind a layer"),
@@ -105,7 +111,8 @@ def step_table(plan: ModelPlan) -> str:
     return "\n".join([*lines, speed(step)])
 
 
-def _share_of_peak(job: Job) -> str:
+def share_of_peak(job: AnyJob) -> str:
+    """Return the assumed speed of products in words."""
     peak = peak_flops(job)
     if peak is None:
         return "as fast as attention"

@@ -14,7 +14,7 @@ from math import ceil, log2
 from ring_attn.planning.model.architecture import Attention, Recurrence
 from ring_attn.planning.model.attention import AttentionPlan, recurrence_seconds
 from ring_attn.planning.model.degrees import stages_of
-from ring_attn.planning.model.job import Job
+from ring_attn.planning.model.job import AnyJob, Job, optimizer_bytes
 from ring_attn.planning.model.memory import layer_weights, sharded_weights
 
 # Peak FLOP/s of 16-bit products without sparsity, of the device whose rates an architecture has:
@@ -30,7 +30,7 @@ PRODUCT_SHARES = {"sm_80": 0.7, "sm_90": 0.6, "sm_100": 0.6}
 GRADIENT_BYTES = 4
 
 
-def product_speed(job: Job) -> float:
+def product_speed(job: AnyJob) -> float:
     """Return the FLOP/s of products; of unknown devices, that of attention."""
     peak = peak_flops(job)
     if peak is None:
@@ -38,7 +38,7 @@ def product_speed(job: Job) -> float:
     return PRODUCT_SHARES[job.cluster.device.architecture] * peak
 
 
-def peak_flops(job: Job) -> float | None:
+def peak_flops(job: AnyJob) -> float | None:
     """Return the peak of a device's products, or None if it is not known.
 
     Products in float32 run as TF32, at half the peak of 16 bits.
@@ -109,7 +109,7 @@ def step_of(job: Job, attention: AttentionPlan) -> Step:
         recurrences=batches * busiest.recurrences,
         exposed={name: batches * x for name, x in busiest.exposed.items()},
         bubble=(pp - 1) * busiest.seconds,
-        optimizer=_optimizer(job),
+        optimizer=update_seconds(job),
         tokens=job.tokens,
         world_size=job.degrees.world_size,
         flops=model_flops(job, attention),
@@ -130,11 +130,11 @@ def model_flops(job: Job, attention: AttentionPlan) -> float:
     return products + pairs
 
 
-def _optimizer(job: Job) -> float:
+def update_seconds(job: AnyJob) -> float:
     """Return the seconds in which the weights are updated: each is read and written once."""
     if job.optimizer == "none":
         return 0.0
-    size, states = job.weight_dtype.itemsize, job.optimizer_bytes
+    size, states = job.weight_dtype.itemsize, optimizer_bytes(job)
     held = max(sharded_weights(job, stage) for stage in range(job.degrees.pp))
     return held * (3 * size + 2 * states) / job.cluster.device.memory_bandwidth
 
@@ -220,19 +220,11 @@ class _Stage:
         return forward, (3 if self._again else 2) * forward
 
     def _add_fsdp(self, index: int, forward: float, backward: float) -> None:
-        """Add the time of gathers and sums of a layer's weights that its compute does not hide.
-
-        Ranks that do not share weights sum the gradients of their shards: a scatter and a gather.
-        """
-        job, degrees = self._job, self._job.degrees
-        shard = layer_weights(job, index) / degrees.fsdp
-        gather = collective_seconds(job, shard * job.dtype.itemsize, degrees.fsdp, degrees.tp)
-        scatter = collective_seconds(job, shard * GRADIENT_BYTES, degrees.fsdp, degrees.tp)
-        replicas = degrees.dp * degrees.cp // degrees.fsdp
-        part, stride = shard * GRADIENT_BYTES / replicas, degrees.fsdp * degrees.tp
-        summed = 2 * collective_seconds(job, part, replicas, stride)
+        """Add the time of gathers and sums of a layer's weights that its compute does not hide."""
+        gather = gather_seconds(self._job, index)
+        summed = gradient_seconds(self._job, index)
         self.exposed["fsdp"] += max(gather - forward, 0.0)
-        self.exposed["fsdp"] += max(gather + scatter + summed - backward, 0.0)
+        self.exposed["fsdp"] += max(gather + summed - backward, 0.0)
 
     def _add_head(self) -> None:
         job = self._job
@@ -244,10 +236,33 @@ class _Stage:
         self.operators += moved / job.cluster.device.memory_bandwidth
 
 
+# -- FSDP
+
+
+def gather_seconds(job: AnyJob, index: int) -> float:
+    """Return the seconds in which ranks gather the weights of a layer."""
+    degrees = job.degrees
+    shard = layer_weights(job, index) / degrees.fsdp
+    return collective_seconds(job, shard * job.dtype.itemsize, degrees.fsdp, degrees.tp)
+
+
+def gradient_seconds(job: AnyJob, index: int) -> float:
+    """Return the seconds in which ranks sum the gradients of a layer's weights.
+
+    Ranks that do not share weights sum the gradients of their shards: a scatter and a gather.
+    """
+    degrees = job.degrees
+    shard = layer_weights(job, index) / degrees.fsdp
+    scatter = collective_seconds(job, shard * GRADIENT_BYTES, degrees.fsdp, degrees.tp)
+    replicas = degrees.dp * degrees.cp // degrees.fsdp
+    part, stride = shard * GRADIENT_BYTES / replicas, degrees.fsdp * degrees.tp
+    return scatter + 2 * collective_seconds(job, part, replicas, stride)
+
+
 # -- collectives, by NCCL's rings
 
 
-def collective_seconds(job: Job, shard_bytes: float, size: int, stride: int) -> float:
+def collective_seconds(job: AnyJob, shard_bytes: float, size: int, stride: int) -> float:
     """Return the seconds of an all-gather or reduce-scatter of a shard from each rank.
 
     Rings use the ports of all ranks of a node. `stride` is the distance of neighbours of the group.

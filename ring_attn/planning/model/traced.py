@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +21,8 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from ring_attn.planning.model.config import quiet_transformers
@@ -186,7 +188,7 @@ def _one_of_each_kind(model: Model) -> tuple[list[int], list[nn.Module]]:
 _ATTENTION = "ring_attn_traced"
 
 
-class _Kept(torch.autograd.Function):
+class Kept(torch.autograd.Function):
     """A kernel that keeps tensors for its backward, and returns gradients of its inputs."""
 
     @staticmethod
@@ -212,11 +214,11 @@ def _attention(
         return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
     rows = [x.transpose(1, 2) for x in (q, k, v)]
-    return _Kept.apply(make, *rows), None
+    return Kept.apply(make, *rows), None
 
 
 def _convolution(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
-    return _Kept.apply(lambda x, weight: (torch.empty_like(x),), x, weight)
+    return Kept.apply(lambda x, weight: (torch.empty_like(x),), x, weight)
 
 
 def _delta_rule(
@@ -225,13 +227,13 @@ def _delta_rule(
     def make(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(value), value.new_empty(*value.shape[:3], CHUNK)
 
-    return _Kept.apply(make, query, key, value, g, beta), None
+    return Kept.apply(make, query, key, value, g, beta), None
 
 
 def _scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: object, **__: object
 ) -> Tensor:
-    return _Kept.apply(lambda x, *_: (torch.empty_like(x),), x, dt, A, B, C)
+    return Kept.apply(lambda x, *_: (torch.empty_like(x),), x, dt, A, B, C)
 
 
 # Names of functions in the Python files of models -> what stands for them.
@@ -267,11 +269,12 @@ class LiveBytes(TorchDispatchMode):
         live: bytes that live now.
         most: the greatest `live` since it was last set.
         moved: bytes that operators other than products have read and written.
+        flops: FLOPs of products.
     """
 
     def __init__(self, prime: int) -> None:
         super().__init__()
-        self.live = self.most = self.moved = 0
+        self.live = self.most = self.moved = self.flops = 0
         self._prime = prime
         self._known: set[int] = set()
 
@@ -280,7 +283,10 @@ class LiveBytes(TorchDispatchMode):
     ) -> Untyped:
         out = func(*args, **(kwargs or {}))
         made = [x for x in _tensors(out) if self.hold(x)]
-        if made and func.overloadpacket.__name__ not in PRODUCTS:
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        if made and packet.__name__ not in PRODUCTS:
             self.moved += sum(x.nbytes for x in (*_tensors((args, kwargs)), *made))
         return out
 
@@ -309,53 +315,78 @@ def _tensors(tree: object) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-class _Watch:
+class Watch:
     """Record the counts at the borders of layers, forward and backward.
 
     Border i is the input of layer i, the last one is the output of the last layer. In the backward
     the gradient of border i is ready when layer i has ended.
+
+    Attributes:
+        counted: the counts.
+        num_layers: number of layers.
+        before: live bytes at each border in the forward.
+        most_forward, moved_forward, flops_forward: most live bytes, moved bytes and FLOPs from each
+            border to the next one.
+        most_backward, moved_backward, flops_backward: the same in the backward; the last of each is
+            from the last border to the end of the loss, in both directions.
     """
 
     def __init__(self, counted: LiveBytes, num_layers: int) -> None:
         self.counted, self.num_layers = counted, num_layers
-        self.before = [0] * (num_layers + 1)  # live bytes at each border in the forward
-        # Most live bytes, and moved bytes, from a border to the next one; the last is the head's.
+        self.before = [0] * (num_layers + 1)
         self.most_forward, self.moved_forward = [0] * num_layers, [0] * num_layers
         self.most_backward, self.moved_backward = [0] * (num_layers + 1), [0] * (num_layers + 1)
-        self._moved = 0
+        self.flops_forward, self.flops_backward = [0] * num_layers, [0] * (num_layers + 1)
+        self._moved = self._flops = 0
 
-    def entered(self, index: int, border: Tensor) -> None:
+    def entered(self, index: int, borders: Sequence[Tensor]) -> None:
         """Begin a layer's forward; the last index begins the head."""
         self.before[index] = self.counted.live
-        self._next()
-        border.register_hook(lambda _: self._left_backward(index))
+        self.next()
+        with_gradients = [x for x in borders if x.requires_grad]
+        if with_gradients:
+            register_multi_grad_hook(with_gradients, lambda _: self._left_backward(index))
 
     def left(self, index: int) -> None:
         """End a layer's forward."""
         self.most_forward[index] = self.counted.most
-        self.moved_forward[index] = self.counted.moved - self._moved
+        self.moved_forward[index] = self.moved
+        self.flops_forward[index] = self.flops
+
+    @property
+    def moved(self) -> int:
+        """Bytes that operators have moved since the last border."""
+        return self.counted.moved - self._moved
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of products since the last border."""
+        return self.counted.flops - self._flops
 
     def _left_backward(self, index: int) -> None:
         """End the backward of what follows a border."""
         self.most_backward[index] = self.counted.most
-        self.moved_backward[index] = self.counted.moved - self._moved
-        self._next()
+        self.moved_backward[index] = self.moved
+        self.flops_backward[index] = self.flops
+        self.next()
 
-    def _next(self) -> None:
-        self.counted.most, self._moved = self.counted.live, self.counted.moved
+    def next(self) -> None:
+        """Begin to count anew."""
+        self.counted.most = self.counted.live
+        self._moved, self._flops = self.counted.moved, self.counted.flops
 
 
 def _run(model: Model, layers: list[nn.Module], kinds: list[int]) -> Activations:
     """Run a forward and a backward, and return the bytes of each layer and of the head."""
-    prime = _prime_of(model)
+    prime = prime_of(model)
     counted, rows = LiveBytes(prime), CHUNKS * prime
-    watch = _Watch(counted, len(layers))
+    watch = Watch(counted, len(layers))
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
             for handle in _hooks(layer, index, watch):
                 stack.callback(handle.remove)
         for weight in model.parameters():
-            handle = weight.register_post_accumulate_grad_hook(_drop_gradient)
+            handle = weight.register_post_accumulate_grad_hook(drop_gradient)
             stack.callback(handle.remove)
         ids = torch.zeros(1, rows, dtype=torch.int64, device="meta")
         with counted:
@@ -363,16 +394,16 @@ def _run(model: Model, layers: list[nn.Module], kinds: list[int]) -> Activations
     return _activations(watch, kinds, rows)
 
 
-def _hooks(layer: nn.Module, index: int, watch: _Watch) -> list[RemovableHandle]:
+def _hooks(layer: nn.Module, index: int, watch: Watch) -> list[RemovableHandle]:
     """Add the hooks of a layer that record its borders; return their handles."""
 
     def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        watch.entered(index, args[0] if args else kwargs["hidden_states"])
+        watch.entered(index, [args[0] if args else kwargs["hidden_states"]])
 
     def after(_: nn.Module, __: object, out: Tensor | tuple[Tensor, ...]) -> None:
         watch.left(index)
         if index == watch.num_layers - 1:
-            watch.entered(index + 1, out if isinstance(out, Tensor) else out[0])
+            watch.entered(index + 1, [out if isinstance(out, Tensor) else out[0]])
 
     return [
         layer.register_forward_pre_hook(before, with_kwargs=True),
@@ -380,11 +411,11 @@ def _hooks(layer: nn.Module, index: int, watch: _Watch) -> list[RemovableHandle]
     ]
 
 
-def _drop_gradient(weight: Tensor) -> None:
+def drop_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def _prime_of(model: Model) -> int:
+def prime_of(model: Model) -> int:
     """Return a prime that divides the size of no weight."""
     sizes = {weight.numel() for weight in model.parameters()}
     for prime in PRIMES:
@@ -393,7 +424,7 @@ def _prime_of(model: Model) -> int:
     raise NotTraceableError(f"each of {PRIMES} divides the size of a weight")
 
 
-def _activations(watch: _Watch, kinds: list[int], rows: int) -> Activations:
+def _activations(watch: Watch, kinds: list[int], rows: int) -> Activations:
     """Return the recorded counts for each row."""
     before, num_layers = watch.before, watch.num_layers
     layers = tuple(
