@@ -115,6 +115,23 @@ def test_a_fault_of_a_page_is_found(two_ranks: Pools, tmp_path: Path, fault: str
         on_two_ranks(two_ranks, Page(tmp_path / "broken.md", FAULTS[fault]))
 
 
+def run_together(text: str) -> list[str]:
+    """Return the options of directives that hold the text after them: a page loses such text."""
+    pattern = r"^:::+\{.*\n(?:^:[a-z-]+:.*\n)*?(^:[a-z-]+:.*\n)(?![:\n])"
+    return re.findall(pattern, text, re.MULTILINE)
+
+
+@EVERY
+def test_options_of_directives_end_with_an_empty_line(name: str) -> None:
+    assert not run_together(PAGES[name].text)
+
+
+def test_an_option_that_holds_a_text_is_found() -> None:
+    broken = ":::{admonition} No GPU\n:class: warning Every strategy\nis tested.\n:::\n"
+    assert run_together(broken) == [":class: warning Every strategy\n"]
+    assert not run_together(broken.replace(" Every", "\n\nEvery"))
+
+
 # -- commands
 
 

@@ -117,6 +117,11 @@ def test_numbers_of_models_are_those_of_the_table() -> None:
     assert said in one_line((ROOT / "docs/hugging_face.md").read_text(encoding="utf-8"))
 
 
+def test_the_home_page_has_the_same_example() -> None:
+    home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert code("python")[0] in home
+
+
 @pytest.mark.dist
 def test_example(tmp_path: Path, under_torchrun: Any) -> None:
     """The first block, copied into a file, prints what the README shows, but for the digits."""
