@@ -152,9 +152,9 @@ def ring_attention(
         strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "exchange",
             "ulysses", "hybrid", "q_exchange", a `Strategy` with its degrees, or "auto". With
             "auto", rank 0 simulates the strategies that can be the fastest on this machine, and
-            chooses one within 2.5 % of the fastest (`explain` shows why). In the first call with new arguments, the ranks exchange a short
-            text to agree on it; later calls use a cache. In a mesh with two axes, "auto" assumes
-            that the last axis is a node.
+            chooses one within 2.5 % of the fastest (`explain` shows why). In the first call with
+            new arguments, the ranks exchange a short text to agree on it; later calls use a cache.
+            In a mesh with two axes, "auto" assumes that the last axis is a node.
         backend: "auto" for the fastest one, or the name of a backend, which is used or raises an
             error. `select_backend` returns the choice, and the reasons.
         same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. None: if
