@@ -36,6 +36,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
+from ring_attn.cli import arguments
 from ring_attn.core.strategy import CORES
 from ring_attn.models.recurrent import SPLITS
 from ring_attn.testing import launch
@@ -135,6 +136,17 @@ def no_nccl(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption("--nccl") is None:
             patch.setattr(nccl_channels, "installed_nccl", lambda: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_signs_of_life() -> Iterator[None]:
+    """Commands that run in this process print no line for how long they have been running.
+
+    On a busy machine, such a line would stand in the output that a test expects.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "LINE_S", 1e6)
         yield
 
 

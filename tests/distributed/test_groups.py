@@ -176,11 +176,12 @@ def make_groups_and_destroy_them() -> None:
     assert len(p2p.transports_of_groups) == transports
     # A connection is closed on both sides once both ranks have let go of it.
     dist.barrier()
-    until = time.monotonic() + PATIENCE
-    while any(now > one for now, one in zip(held_by_the_process(), before, strict=True)):
-        time.sleep(0.02)
-        threads = [thread.name for thread in threading.enumerate()]
-        assert time.monotonic() < until, (held_by_the_process(), before, threads)
+
+    def is_freed() -> bool:
+        return all(now <= one for now, one in zip(held_by_the_process(), before, strict=True))
+
+    threads = [thread.name for thread in threading.enumerate()]
+    assert rendezvous.poll_until(is_freed, PATIENCE), (held_by_the_process(), before, threads)
 
 
 @on_ranks(4)
