@@ -1,1 +1,1 @@
-"""Plain values: checks of users' arguments, values from files and the environment, properties."""
+"""Plain values: checks of users' arguments, values from outside, properties, tables of models."""

@@ -22,8 +22,8 @@ from ring_attn.core.masks import from_dense
 from ring_attn.integrations.diffusers import PLANS, Plan, parallelize
 from ring_attn.integrations.diffusers.attention import masks_of
 from ring_attn.integrations.diffusers.config import requested_by
-from ring_attn.integrations.diffusers.plans import REFUSED, Rows
 from ring_attn.testing import check_rounded, noisy_runs
+from ring_attn.values.diffusers import REFUSED, Rows
 from tests.diffusers_models import classes, compared, inputs_of, make, outcome, run, table
 from tests.diffusers_tiny import TINY
 from tests.distributed.pool import Pools, on_ranks

@@ -27,9 +27,9 @@ from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.masks import from_dense
-from ring_attn.integrations.diffusers.plans import Plan
 from ring_attn.models.sdpa import Argument, as_autocast, route_sdpa
 from ring_attn.values.compiling import left_out_of_graphs
+from ring_attn.values.diffusers import Plan
 
 AnyLayout = SequenceLayout | JointLayout
 

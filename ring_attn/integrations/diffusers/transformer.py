@@ -30,13 +30,13 @@ from ring_attn.integrations.diffusers.config import (
     is_config,
     requested_by,
 )
-from ring_attn.integrations.diffusers.plans import PLANS, REFUSED, Plan, Rows
 from ring_attn.models.gathered import counted_on_one_rank, gather_own_rows, gather_rows
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group
 from ring_attn.transport.p2p import reporting
 from ring_attn.values.checks import check_one_of, check_type
 from ring_attn.values.compiling import left_out_of_graphs
+from ring_attn.values.diffusers import PLANS, REFUSED, Plan, Rows
 
 # The forward of a module.
 Forward = Callable[..., object]

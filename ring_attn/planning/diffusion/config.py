@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from ring_attn.integrations.diffusers.plans import PLANS, REFUSED, Plan
 from ring_attn.planning.diffusion.table import TRANSFORMERS
 from ring_attn.planning.model.config import MAX_LAYERS, ConfigError, Reader, path_of, read_json
 from ring_attn.planning.model.table import MODELS
+from ring_attn.values.diffusers import PLANS, REFUSED, Plan
 from ring_attn.values.outside import Json
 
 # The key with the class of a model in the configs of diffusers.
