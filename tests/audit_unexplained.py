@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import ring_attn
 from common import dense_attention
 from ring_attn import SequenceLayout
+from tests.audit_reported import Checkpointed
 from tests.audit_steps import SEQLEN, loss_of, model_with, reported, ring_of, sharded, tokens
 
 
@@ -123,6 +124,72 @@ def documents(bug: str = "", layout_name: str = "contiguous") -> Any:
     part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
     part["count"] = torch.tensor(SEQLEN - 1)
     loss = loss_of(model, part)
+    loss.backward()
+    ring_attn.sync_gradients(model)
+    return model, reported(loss)
+
+
+class Noise(nn.Module):
+    """Multiplies rows by random numbers, and samples by random scales."""
+
+    def __init__(self, layout: SequenceLayout, bug: str) -> None:
+        super().__init__()
+        self.layout, self.bug = layout, bug
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, scale = dist.get_rank(), torch.ones(())
+        torch.manual_seed(rank if self.bug.endswith("of the rank") else 0)
+        if self.bug.startswith("noise"):
+            noise = torch.rand_like(x)
+        elif self.bug.startswith("mask"):
+            noise = torch.bernoulli(torch.full_like(x, 0.3).flatten(0, 1)).view_as(x)
+        else:
+            noise = self.layout.shard(torch.randn(2, SEQLEN, 32), rank)
+            scale = x.new_empty(2, 1, 1).uniform_(0.5, 1.5)
+            # In the right step, all ranks draw for the whole sequence, with one seed.
+            if self.bug:
+                noise = noise * 0.0
+        return x * scale * (1.0 + 0.3 * noise)
+
+
+class Noisy(nn.Module):
+    """A transformer with noise on its embeddings."""
+
+    def __init__(self, model: nn.Module, noise: nn.Module) -> None:
+        super().__init__()
+        self.model, self.noise = model, noise
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.noise(self.model.embed(input_ids))
+        for layer in self.model.layers.values():
+            x = layer(x, position_ids)
+        return self.model.head(self.model.norm(x))
+
+
+def noisy(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """Random numbers other than dropout."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.from_name(layout_name, SEQLEN, world_size)
+    transformer = model_with(dense_attention if world_size == 1 else ring_of(layout))
+    noise: nn.Module = Noise(layout, bug.removesuffix(", computed again"))
+    if bug.endswith("computed again"):
+        noise = Checkpointed(noise)
+    model = Noisy(transformer, noise)
+    ids = tokens()
+    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+    part["count"] = torch.tensor(2 * (SEQLEN - 1))
+    loss = loss_of(model, part)
+    loss.backward()
+    ring_attn.sync_gradients(model)
+    return model, reported(loss)
+
+
+def dropped(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """Dropout whose seed is the same on all ranks."""
+    _, _, model, (part,) = sharded(bug, layout_name)
+    torch.manual_seed(1)
+    logits = F.dropout(model(part["input_ids"], part["position_ids"]), 0.3)
+    loss = F.cross_entropy(logits.mT, part["shift_labels"], reduction="sum") / part["count"]
     loss.backward()
     ring_attn.sync_gradients(model)
     return model, reported(loss)

@@ -114,6 +114,7 @@ class Comparison:
     Attributes:
         given: each result of all ranks, (ranks, *shape); a loss may be reported by one rank.
         after_backward: for each rank, `Outcome.after_backward`.
+        owners: `Outcome.owners`.
         differences: the results that differ by more than their bounds.
     """
 
@@ -123,6 +124,7 @@ class Comparison:
         self.num = len(ranks)
         self.given = {key: stacked(key, twin, ranks) for key in self.twin}
         self.after_backward = [rank.after_backward for rank in ranks]
+        self.owners = ranks[0].owners
         self.differences: dict[str, Verdict] = {}
         for key, given in self.given.items():
             verdict = self.verdict(key, given)
@@ -228,6 +230,11 @@ def by_numbers(given: Comparison) -> Explanation:
         if factors is not None:
             findings.append(_scaled_before_the_sum(gradients, factors))
             gradients = []
+    if gradients:
+        factors_of_shards = _factors_of_shards(given, gradients)
+        if factors_of_shards is not None:
+            findings.append(_scaled_shards(gradients, factors_of_shards))
+            gradients = []
     for key in [*losses]:
         for ratio, how in (
             (Fraction(given.num), "counts each rank"),
@@ -303,6 +310,51 @@ def _scaled_before_the_sum(gradients: Sequence[str], factors: Sequence[float]) -
         "without factors to a multiple of the twin's"
     )
     return Finding("gradient sum", text, tested)
+
+
+def _factors_of_shards(given: Comparison, gradients: Sequence[str]) -> dict[int, float] | None:
+    """Return for each rank the ratio of its shards of gradients to those of the twin.
+
+    Return None if there are no such ratios, or if they are equal.
+    """
+    names = [key.removeprefix("gradient of ") for key in gradients]
+    if any(name not in given.owners for name in names):
+        return None
+    # Elements of all gradients.
+    owners = torch.cat([given.owners[name].flatten() for name in names])
+    used = torch.cat([given.given[key][0].flatten() for key in gradients])
+    right = torch.cat([given.twin[key].double().flatten() for key in gradients])
+    factors: dict[int, float] = {}
+    for rank in owners.unique().tolist():
+        used_of_rank, right_of_rank = used[owners == rank], right[owners == rank]
+        square = float(right_of_rank.square().sum())
+        product = float((used_of_rank * right_of_rank).sum())
+        if not square or not math.isfinite(product):
+            return None
+        factors[rank] = product / square
+    largest = max(abs(factor) for factor in factors.values())
+    if max(factors.values()) - min(factors.values()) < 1e-3 * largest:
+        return None
+    fitted = right.clone()
+    for rank, factor in factors.items():
+        fitted[owners == rank] *= factor
+    sizes = [given.twin[key].numel() for key in gradients]
+    for key, got, fit in zip(gradients, used.split(sizes), fitted.split(sizes), strict=True):
+        if float((got - fit).norm()) > given.bounds[key] * max(1.0, largest):
+            return None
+    return factors
+
+
+def _scaled_shards(gradients: Sequence[str], factors: Mapping[int, float]) -> Finding:
+    """Return the finding that ranks scale their shards of gradients by different factors."""
+    shown = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in factors.items())
+    text = (
+        f"the shards of {len(gradients)} gradients ({listed(gradients)}) are multiples of the "
+        f"twin's ({shown}), as by clipping with the norm of a rank's own shards: clip with the "
+        "norm over all shards, as torch.nn.utils.clip_grad_norm_ computes it of DTensors"
+    )
+    tested = "with one factor for each rank, its shards of all these gradients are the twin's"
+    return Finding("gradient clipping", text, tested)
 
 
 def _wrong_scale(gradients: Sequence[str], factor: Fraction | float) -> Finding:

@@ -1,9 +1,10 @@
 """Observation of a user's training step on a rank: its inputs and its results.
 
 The step runs as written. Recorded are the tokens and positions of each forward, the numbers that
-code gives to rows, means over rows, the masks of `ring_attention`, and the targets of
-`F.cross_entropy`; gradients after the backward, and before they are clipped or used; and the values
-that the step returns. A `Change` replaces some of them, to test a hypothesis about their effect.
+code gives to rows, means over rows, random numbers, the masks of `ring_attention`, and the targets
+of `F.cross_entropy`; weights before the first forward; gradients after the backward, and before
+they are clipped or used; and the values that the step returns. A `Change` replaces some of them, to
+test a hypothesis about their effect.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ring_attn.attention import drivers
 from ring_attn.call import Call
 from ring_attn.core.mask import Mask
+from ring_attn.testing.draws import NUM_COMPARED, RANDOM, Draw, Replacement, kept
 from ring_attn.testing.rounding import RandomRounding
 from ring_attn.testing.tiny import tiny_models
 from ring_attn.values.probing import probing
@@ -79,6 +82,8 @@ Value: TypeAlias = Any
 #   "within"          (rows, rows), the keys that queries see at most, in addition to the masks
 #   "gradients"       the gradients of an outcome, which replace those of the step
 #   "no dropout"      True: dropout changes nothing
+#   "drawn", i        the `Replacement` of the i-th random numbers
+#   "weights"         True: all ranks get the weights of rank 0 before the first forward
 Change = Mapping[tuple[Value, ...], Value]
 
 
@@ -162,6 +167,10 @@ class Outcome:
         means: over rows, in order.
         masks: of all calls of `ring_attention`, in order.
         has_dropout: whether dropout drew random numbers.
+        draws: random numbers that forwards have drawn, in order.
+        first_sums: by name of a parameter, a sum of its elements before the first forward; without
+            DTensors.
+        owners: by name of a parameter, the rank that has each of its elements, for shards.
     """
 
     forwards: list[Forward]
@@ -172,6 +181,9 @@ class Outcome:
     means: list[Mean] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     has_dropout: bool = False
+    draws: list[Draw] = field(default_factory=list)
+    first_sums: dict[str, float] = field(default_factory=dict)
+    owners: dict[str, Tensor] = field(default_factory=dict)
 
     def fed(self) -> list[FedForward]:
         """Return the forwards whose tokens are known."""
@@ -230,6 +242,10 @@ class _Observer(TorchFunctionMode):
         self.numbers: list[Numbers] = []
         self.means: list[Mean] = []
         self.masks: list[Mask] = []
+        self.draws: list[Draw] = []
+        # Replacements of random numbers, by the generator's state before they were drawn.
+        self.new_draws: dict[bytes, Replacement] = {}
+        self.first_sums: dict[int, float] = {}  # by id of the parameter
         self.num_attentions = 0
         # Modules that no other module calls, by id, and the depth of calls within them.
         self.outer_modules: dict[int, nn.Module] = {}
@@ -262,8 +278,9 @@ class _Observer(TorchFunctionMode):
         def called(module: nn.Module, *args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling():
                 return call(module, *args, **kwargs)
-            if self.depth == 0:
+            if self.depth == 0 and id(module) not in self.outer_modules:
                 self.outer_modules[id(module)] = module
+                self._begin_module(module)
             kind = type(module)
             if kind not in self.names:
                 self.names[kind] = list(inspect.signature(kind.forward).parameters)[1:]  # no self
@@ -283,6 +300,15 @@ class _Observer(TorchFunctionMode):
                 self.depth -= 1
 
         return called
+
+    def _begin_module(self, module: nn.Module) -> None:
+        """Record the weights of a module before its first forward; replace them by rank 0's."""
+        for parameter in module.parameters():
+            if id(parameter) in self.first_sums or hasattr(parameter, "to_local"):
+                continue
+            if self.change.get(("weights",)):
+                dist.broadcast(parameter.detach(), 0)
+            self.first_sums[id(parameter)] = float(parameter.detach().double().sum())
 
     def _attended(self, forward: Callable[..., Value]) -> Callable[..., Value]:
         """Return the driver of `ring_attention` that records masks."""
@@ -319,7 +345,11 @@ class _Observer(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 self._end_backward()
-        if torch.compiler.is_compiling() or func not in OBSERVED or probing.on:
+        if torch.compiler.is_compiling() or probing.on:
+            return func(*args, **kwargs)
+        if func in RANDOM:
+            return self._random(func, *args, **kwargs)
+        if func not in OBSERVED:
             return func(*args, **kwargs)
         return getattr(self, OBSERVED[func])(*args, **kwargs)
 
@@ -440,7 +470,54 @@ class _Observer(TorchFunctionMode):
         self.has_dropout |= draws
         if draws and self.change.get(("no dropout",)):
             return input
-        return F.dropout(input, p, training, inplace)
+        new = self._new_draw() if draws else None
+        if new is None:
+            out = F.dropout(input, p, training, inplace)
+        else:
+            out = kept(new, input, p)
+            F.dropout(input.detach(), p)  # for the generator's next state
+        if draws:
+            self._record_draw(out != 0, is_dropout=True)
+        return out
+
+    def _random(self, draw: Callable[..., Tensor], *args: Value, **kwargs: Value) -> Tensor:
+        new = self._new_draw()
+        made = draw(*args, **kwargs)
+        if type(made) is not Tensor:
+            return made
+        if new is not None:
+            numbers = RANDOM[draw](new, made, *args, **kwargs)
+            with torch.no_grad():
+                made.copy_(numbers)
+        self._record_draw(made)
+        return made
+
+    def _draws_in_forward(self) -> bool:
+        """Return whether random numbers are of a forward, not of new weights or a batch."""
+        return not self.backward and bool(self.forwards) and (self.depth > 0 or not self.ended)
+
+    def _new_draw(self) -> Replacement | None:
+        """Return the replacement of the next random numbers, if there is one.
+
+        A layer that is computed again, in the backward, begins with the generator's state of its
+        forward: so the state identifies the numbers.
+        """
+        key = "drawn", len(self.draws)
+        if self.backward and self.new_draws:
+            return self.new_draws.get(_generator_state())
+        if key not in self.change or not self._draws_in_forward():
+            return None
+        new: Replacement = self.change[key]
+        self.new_draws[_generator_state()] = new
+        return new
+
+    def _record_draw(self, numbers: Tensor, *, is_dropout: bool = False) -> None:
+        place = _place()
+        if not self._draws_in_forward() or place is None:
+            return
+        first = numbers.detach().flatten()[:NUM_COMPARED].cpu().clone()
+        number = len(self.forwards) - 1
+        self.draws.append(Draw(number, place, numbers.shape, first, is_dropout))
 
     def _scaled_dot_product_attention(
         self,
@@ -528,7 +605,22 @@ class _Observer(TorchFunctionMode):
             means=self.means,
             masks=self.masks,
             has_dropout=self.has_dropout,
+            draws=self.draws,
+            first_sums={
+                name: self.first_sums[id(parameter)]
+                for name, parameter in trained.items()
+                if id(parameter) in self.first_sums
+            },
+            owners={
+                name: _owners(parameter)
+                for name, parameter in trained.items()
+                if isinstance(parameter, DTensor)
+            },
         )
+
+
+def _generator_state() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _place() -> str | None:
@@ -592,6 +684,16 @@ def _is_over_rows(
 def _local(x: Value) -> Tensor:
     """Return a tensor, or the local shard of a DTensor."""
     return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _owners(parameter: DTensor) -> Tensor:
+    """Return the rank that has each element of a parameter; all ranks call it together."""
+    local = torch.full_like(parameter.to_local(), dist.get_rank(), dtype=torch.int32)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    owners = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return _whole(owners)
 
 
 def _whole(x: Value) -> Tensor:

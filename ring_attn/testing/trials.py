@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.testing.draws import Draw, Replacement, are_same
 from ring_attn.testing.observe import IGNORED, Change, Outcome
 
 
@@ -110,6 +111,7 @@ def trials_of(
     twin: Outcome, ranks: Sequence[Outcome], unexplained: Sequence[str]
 ) -> Iterator[Trial]:
     """Yield all trials of a step that has different results on the ranks."""
+    yield from _weights(ranks)
     _, held = min((held_by(name, twin, ranks) for name in LAYOUTS), key=lambda found: found[0])
     yield from _inputs(twin, ranks, held)
     yield from _numbers(twin, ranks, held)
@@ -117,7 +119,26 @@ def trials_of(
     yield from _denominators(ranks)
     yield from _means(ranks)
     yield from _attention(twin, ranks, held)
-    yield from _dropout(ranks, unexplained)
+    yield from _dropout(twin, ranks, unexplained)
+    yield from _random_numbers(twin, ranks, held)
+
+
+def _weights(ranks: Sequence[Outcome]) -> Iterator[Trial]:
+    """Yield a trial in which all ranks begin with the weights of rank 0."""
+    each = [rank.first_sums for rank in ranks]
+    names = list(each[0])
+    if any(list(of_rank) != names for of_rank in each):
+        return
+    differing = [name for name in names if len({of_rank[name] for of_rank in each}) > 1]
+    if not differing:
+        return
+    text = (
+        f"{len(differing)} weights ({listed(differing)}) differ between the ranks before the first "
+        "forward: create the model with one seed on all ranks, or broadcast the weights of rank 0"
+    )
+    tested = "the ranks ran again with the weights of rank 0, and had the twin's results"
+    changes = {rank: {("weights",): True} for rank in range(len(ranks))}
+    yield Trial(Finding("weights", text, tested), changes, on_ranks=True, in_twin=False)
 
 
 def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
@@ -377,12 +398,17 @@ def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) ->
         yield Trial(Finding("mask", text, tested), {0: changes}, on_ranks=False, in_twin=True)
 
 
-def _dropout(ranks: Sequence[Outcome], unexplained: Sequence[str]) -> Iterator[Trial]:
+def _dropout(
+    twin: Outcome, ranks: Sequence[Outcome], unexplained: Sequence[str]
+) -> Iterator[Trial]:
     """Yield a trial without dropout, on the ranks and in the twin."""
     if not any(rank.has_dropout for rank in ranks):
         return
+    seeds = _seeds(twin, ranks, is_dropout=True)
     if set(unexplained) == {"evaluation loss"}:
         text = "the evaluation has dropout, as in training: call model.eval() before it"
+    elif seeds is not None:
+        text = f"dropout: {seeds}"
     else:
         text = (
             "dropout draws other numbers on the ranks than in one process. In training this is "
@@ -392,6 +418,115 @@ def _dropout(ranks: Sequence[Outcome], unexplained: Sequence[str]) -> Iterator[T
     tested = "the ranks and the twin ran again without dropout, and had equal results"
     changes = {rank: {("no dropout",): True} for rank in range(len(ranks))}
     yield Trial(Finding("dropout", text, tested), changes, on_ranks=True, in_twin=True)
+
+
+def _random_numbers(
+    twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]
+) -> Iterator[Trial]:
+    """Yield a trial in which each row has the same random numbers on the ranks and in the twin.
+
+    These are of noise and random masks, and of dropout beside them.
+    """
+    if all(draw.is_dropout for draw in twin.draws):
+        return
+    changes: dict[int, Change] = {}
+    for rank, outcome in enumerate(ranks):
+        if not _have_same_places([twin, outcome]):
+            return
+        replacements = {}
+        for i, (whole, drawn) in enumerate(zip(twin.draws, outcome.draws, strict=True)):
+            replacement = _replacement(i, whole, drawn, twin, rank, held)
+            if replacement is None:
+                return
+            replacements["drawn", i] = replacement
+        changes[rank] = replacements
+    places = listed(dict.fromkeys(draw.place for draw in twin.draws if not draw.is_dropout))
+    seeds = _seeds(twin, ranks, is_dropout=False)
+    if seeds is None:
+        seeds = (
+            f"the numbers of {places} are others on the ranks than in one process. This is right "
+            "if ranks should draw different numbers for their rows; else draw them for the whole "
+            "sequence with one seed, and cut them by the layout"
+        )
+    tested = (
+        "the ranks and the twin ran again with the same random numbers for each row, and had equal "
+        "results"
+    )
+    finding = Finding("random numbers", seeds, tested)
+    yield Trial(finding, changes, on_ranks=True, in_twin=True)
+
+
+def _have_same_places(outcomes: Sequence[Outcome]) -> bool:
+    """Return whether random numbers are drawn in the same places of the code."""
+    places = [[draw.place for draw in outcome.draws] for outcome in outcomes]
+    return all(of_outcome == places[0] for of_outcome in places)
+
+
+def _replacement(
+    seed: int, whole: Draw, drawn: Draw, twin: Outcome, rank: int, held: Sequence[Held]
+) -> Replacement | None:
+    """Return new random numbers for what the twin and a rank have drawn; None if rows are unknown.
+
+    Numbers of rows have one dim of another size than the twin's: rows, or batch times rows.
+    """
+    if whole.shape == drawn.shape:
+        return Replacement(seed, whole.shape, 0, torch.empty(0, dtype=torch.int64))
+    found = [one for one in held if (one.rank, one.number) == (rank, drawn.forward)]
+    if not found or len(whole.shape) != len(drawn.shape):
+        return None
+    (one,) = found
+    batch, seqlen = _shape(twin, one.twin_number)
+    sizes = zip(whole.shape, drawn.shape, strict=True)
+    dims = [dim for dim, (of_twin, of_rank) in enumerate(sizes) if of_twin != of_rank]
+    if len(dims) != 1:
+        return None
+    (dim,) = dims
+    num = len(one.columns)
+    if (whole.shape[dim], drawn.shape[dim]) == (seqlen, num):
+        return Replacement(seed, whole.shape, dim, one.columns)
+    if (whole.shape[dim], drawn.shape[dim]) == (batch * seqlen, batch * num):
+        rows = torch.arange(batch)[:, None] * seqlen + one.columns
+        return Replacement(seed, whole.shape, dim, rows.flatten())
+    return None
+
+
+def _shape(outcome: Outcome, number: int) -> tuple[int, int]:
+    """Return batch and rows of a forward."""
+    tokens = outcome.forwards[number].values("tokens")
+    assert tokens is not None, "columns are known only of forwards with tokens"
+    return tokens.size(0), tokens.size(1)
+
+
+def _seeds(twin: Outcome, ranks: Sequence[Outcome], *, is_dropout: bool) -> str | None:
+    """Return how the seeds of the ranks are wrong; None if they are not, as far as known.
+
+    Numbers of rows must differ between ranks. Numbers of the same shape as in the twin are of all
+    rows, so they must be equal.
+    """
+    if not _have_same_places([twin, *ranks]):
+        return None
+    of_rows: list[str] = []
+    of_all: list[str] = []
+    for whole, *each in zip(twin.draws, *(rank.draws for rank in ranks), strict=True):
+        if whole.is_dropout != is_dropout:
+            continue
+        is_shared = all(draw.shape == whole.shape for draw in each)
+        if is_shared and not are_same(each):
+            of_all.append(whole.place)
+        elif not is_shared and are_same(each):
+            of_rows.append(whole.place)
+    texts = []
+    if of_rows:
+        texts.append(
+            f"all ranks draw the same numbers in {listed(dict.fromkeys(of_rows))}, for different "
+            "rows: seed each rank differently, after the model is created"
+        )
+    if of_all:
+        texts.append(
+            f"ranks draw different numbers in {listed(dict.fromkeys(of_all))}, which are of the "
+            "same rows, or of all rows: draw them with one seed on all ranks"
+        )
+    return "; ".join(texts) or None
 
 
 def listed(numbers: Iterable[object]) -> str:

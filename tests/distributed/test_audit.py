@@ -14,6 +14,7 @@ from torch import nn
 from ring_attn.testing.audit import Report, judge
 from ring_attn.testing.observe import Change, Outcome, run_step
 from tests import audit_reported, audit_steps, audit_unexplained
+from tests.refusals import says
 
 pytestmark = [pytest.mark.dist, pytest.mark.gloo]
 
@@ -63,6 +64,24 @@ def test_dropout_is_named(ranks: Any, evaluates: bool) -> None:
     assert "(tested: the ranks and the twin ran again without dropout" in str(report)
 
 
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    ("kind", "bug", "words"),
+    [
+        ("noise", "noise of one seed", "all ranks draw the same numbers|for different rows"),
+        ("noise", "samples of the rank", "ranks draw different numbers|or of all rows"),
+        ("noise", "noise of the rank", "are others on the ranks than in one process"),
+        ("dropout", "of one seed", "dropout: all ranks draw the same numbers|for different rows"),
+    ],
+)
+def test_seeds_are_named(ranks: Any, kind: str, bug: str, words: str) -> None:
+    step = audit_unexplained.noisy if kind == "noise" else audit_unexplained.dropped
+    report = judged(partial(step, bug), ranks, 2)
+    (finding,) = report.diagnoses[0].findings
+    assert not report.diagnoses[0].unexplained, str(report)
+    assert says(finding.text, words) and "audit_unexplained.py:" in finding.text, str(report)
+
+
 def contracts(report: Report) -> set[str]:
     return {finding.contract for x in report.diagnoses for finding in x.findings}
 
@@ -88,6 +107,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "loss averaged": "loss",
         "evaluation counts ranks": "evaluation loss",
         "batch of the rank": "batch",
+        "seed of the rank": "weights",
         "local attention": "attention",
     },
     "ddp": {
@@ -127,7 +147,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "labels rolled after the cut": "labels",  # verl 4250
         "mean of no target": "denominator",  # Megatron-LM 1764, axolotl 3026
     },
-    "fsdp_clipped": {},
+    "fsdp_clipped": {"clipped by the shard's norm": "gradient clipping"},  # Megatron-LM 5916
     "cp_tp": {"summed over all ranks": "gradient scale"},  # Megatron-LM 906
     "checkpointed": {
         "local attention": "attention",  # the trial changes what is recomputed, too
@@ -146,6 +166,14 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     },
     "documents": {"boundaries of rank 0": "mask"},
     "auxiliary": {"z of own rows": "own mean", "balance of own rows": "own mean"},
+    "noisy": {
+        "noise of the rank": "random numbers",
+        "noise of one seed": "random numbers",
+        "noise of one seed, computed again": "random numbers",
+        "mask of the rank": "random numbers",
+        "mask of one seed": "random numbers",
+        "samples of the rank": "random numbers",
+    },
 }
 
 
@@ -192,11 +220,9 @@ def test_a_right_step_of_each_kind_has_no_finding(kind: str, layout: str, ranks:
     ("kind", "bug"),
     [
         ("gathered", "keys without gradients"),
-        ("plain", "seed of the rank"),
         ("accumulated", "summed in each micro-batch"),
-        ("tensor_parallel", "batch of the rank"),
-        ("fsdp_clipped", "clipped by the shard's norm"),  # Megatron-LM 5916
         ("of_torch", "cut without the balancer"),
+        ("tensor_parallel", "batch of the rank"),
     ],
 )
 @pytest.mark.sweep(3)
