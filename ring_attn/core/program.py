@@ -33,8 +33,8 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Tile
 
 # Shards and gradients have separate channels, because the next shard is already in flight when the
-# gradients of a step are sent. The messages that a double ring sends between nodes once a round
-# also have channels of their own.
+# gradients of a step are sent; or both start together, on the channel of shards (`PostTogether`).
+# The messages that a double ring sends between nodes once a round also have channels of their own.
 Channel = Literal["shards", "gradients", "outer", "outer_gradients"]
 CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradients")
 

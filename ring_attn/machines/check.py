@@ -259,8 +259,9 @@ def _kind(op: ops.Post | ops.PostTogether | ops.Join) -> str:
     """Return what must be equal on all ranks of an exchange, beside its channel."""
     if isinstance(op, ops.PostTogether):
         return " and ".join(post.channel for post in op.posts)
-    is_collective = isinstance(op, ops.Post) and isinstance(op.route, ops.Collective)
-    return op.route.op if is_collective else "shift"
+    if isinstance(op, ops.Post) and isinstance(op.route, ops.Collective):
+        return op.route.op
+    return "shift"
 
 
 def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:

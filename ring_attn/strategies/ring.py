@@ -29,6 +29,12 @@ memory: nothing is cleared, nothing added up.
     rank r+2                          `-> + own --.               |
     rank r+3                                       `-> + own -----'   home
 
+Together: long steps can hide both messages one after the other. Then sums start with the next
+shard, as one exchange on one channel, and the shard waits for the sums.
+
+    step i       post sums i-1 and shard i+1 together, compute, wait for both
+    step i+1     post sums i and shard i+2 together, compute, wait for both
+
 Double ring (`inner_degree`): inner rings in the nodes, an outer ring between the nodes. A rank
 passes shards on in its inner ring; meanwhile the first shard of the round goes to the next node. So
 the slow link has a whole round for one shard. After every round the sums return to their owner,
