@@ -33,9 +33,11 @@ from ring_attn.core.program import (
     Inner,
     Merge,
     Post,
+    PostTogether,
     Program,
     Unpack,
     Wait,
+    posts_of,
 )
 
 Ranks = tuple[int, ...]
@@ -108,22 +110,30 @@ class Line:
         for op in program.ops:
             if isinstance(op, Inner):
                 self.run(op.program, _some(ranks, op.ranks), begun)
-            elif isinstance(op, Post | Wait):
+            elif isinstance(op, Post | PostTogether | Wait):
                 members = _some(ranks, op.ranks)
                 # As in `transport.ranks.links.NcclLink`: a communicator for each channel and ranks.
                 communicator = members, op.channel
                 if isinstance(op, Wait):
                     self.wait(pending.pop(communicator))
                     continue
-                send, recv = self._take(op.send, held), self._take(op.recv, held)
-                after = last([begun, send.written, recv.written, *recv.sent])
-                others = _others(members, self.rank)
-                peers = others, others
-                if isinstance(op.route, Hop):
-                    peers = (members[op.route.send_to],), (members[op.route.recv_from],)
-                kernel = pending[communicator] = self.launch(communicator, *peers, after)
-                send.sent.append(kernel.end)
-                held[op.recv.name] = Uses(kernel.end)
+                sends, receives, after = list[int](), list[int](), [begun]
+                sent = list[Uses]()
+                for post in posts_of(op):
+                    send, recv = self._take(post.send, held), self._take(post.recv, held)
+                    after += [send.written, recv.written, *recv.sent]
+                    sent.append(send)
+                    if isinstance(post.route, Hop):
+                        sends.append(members[post.route.send_to])
+                        receives.append(members[post.route.recv_from])
+                    else:
+                        sends += _others(members, self.rank)
+                        receives += _others(members, self.rank)
+                kernel = self.launch(communicator, tuple(sends), tuple(receives), last(after))
+                pending[communicator] = kernel
+                for send, post in zip(sent, posts_of(op), strict=True):
+                    send.sent.append(kernel.end)
+                    held[post.recv.name] = Uses(kernel.end)
             elif isinstance(op, Free):
                 self._give((name for name in op.names if isinstance(name, Buffer)), held)
             elif isinstance(op, Add) and op.into.name not in held:

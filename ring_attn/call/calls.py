@@ -70,6 +70,8 @@ class Call(DecodeCall):
         gradients: how the backward sums gradients; None lets the strategy choose.
         in_one_pass: whether the backward's launches compute all gradients at once, see
             `Backend.in_one_pass`; None lets the strategy choose.
+        sends_together: whether the backward sends gradients together with shards, see
+            `StrategyCode.sends_together`; None lets the strategy choose.
     """
 
     layouts: Layouts
@@ -78,6 +80,7 @@ class Call(DecodeCall):
     strategy: Strategy
     gradients: GradientPlan | None = None
     in_one_pass: bool | None = None
+    sends_together: bool | None = None
 
     @property
     def world_size(self) -> int:

@@ -33,8 +33,8 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import StepTiles, Tile
 
 # Shards and gradients have separate channels, because the next shard is already in flight when the
-# gradients of a step are sent. The messages that a double ring sends between nodes once a round
-# also have channels of their own.
+# gradients of a step are sent; or both start together, on the channel of shards (`PostTogether`).
+# The messages that a double ring sends between nodes once a round also have channels of their own.
 Channel = Literal["shards", "gradients", "outer", "outer_gradients"]
 CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradients")
 
@@ -171,6 +171,27 @@ class Post(NamedTuple):
     message: Message
     nbytes: int
     ranks: tuple[int, ...] | None = None
+
+
+class PostTogether(NamedTuple):
+    """Start several exchanges as one, on one channel; one `Wait` on that channel is for all.
+
+    NCCL starts them in one group on one communicator, where the messages between two ranks go one
+    after another.
+
+    Attributes:
+        channel: the channel of all exchanges.
+        posts: hops among the same ranks, in one order on all ranks. The channel of each only says
+            what the hop carries.
+    """
+
+    channel: Channel
+    posts: tuple[Post, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Ranks of the group, as in `Post`."""
+        return self.posts[0].ranks
 
 
 class Wait(NamedTuple):
@@ -340,6 +361,7 @@ Op = (
     Step
     | Pack
     | Post
+    | PostTogether
     | Wait
     | Join
     | Free
@@ -395,8 +417,8 @@ class Program:
                 # Cleared buffers get their memory here.
                 entries = [x for x in effects(op).writes if isinstance(x, Entry)]
                 last |= {entry.buffer.nbytes: index for entry in entries}
-            elif isinstance(op, Post):
-                last[op.send.nbytes] = last[op.recv.nbytes] = index
+            for post in posts_of(op):
+                last[post.send.nbytes] = last[post.recv.nbytes] = index
         return last
 
     @cached_property
@@ -413,10 +435,21 @@ class Program:
     def posts(self) -> Iterator[Post]:
         """Yield the exchanges in order; posts of inner programs count the ranks of those."""
         for op in self.ops:
-            if isinstance(op, Post):
-                yield op
-            elif isinstance(op, Inner):
+            yield from posts_of(op)
+            if isinstance(op, Inner):
                 yield from op.program.posts()
+
+
+def posts_of(op: Op) -> tuple[Post, ...]:
+    """Return the exchanges that an op starts, of which most ops have none."""
+    if isinstance(op, Post):
+        return (op,)
+    return op.posts if isinstance(op, PostTogether) else ()
+
+
+def on_channel(op: Post | PostTogether) -> tuple[Post, ...]:
+    """Return the exchanges that an op starts, as if each started by itself on the op's channel."""
+    return tuple(post._replace(channel=op.channel) for post in posts_of(op))
 
 
 class Effects(NamedTuple):
@@ -476,7 +509,7 @@ def effects(op: Op) -> Effects:
             return Effects((*op.q_side, *op.kv, *out), writes)
         case Inner():
             return Effects(reads=tuple(View(outer) for _, outer in op.inputs))
-        case Step() | Post() | Wait() | Join():
+        case Step() | Post() | PostTogether() | Wait() | Join():
             return Effects()
         case _:
             assert_never(op)

@@ -110,7 +110,8 @@ class _Tracking:
         self._held: set[str] = set()
         self._sent: Counter[str] = Counter()
         self._received: set[str] = set()
-        self._under_way: dict[tuple[tuple[int, ...], Channel], tuple[str, str]] = {}
+        # Names of the buffers that are sent and received, by group and channel.
+        self._under_way: dict[tuple[tuple[int, ...], Channel], list[tuple[str, str]]] = {}
         self._tensors: set[str] = set()
         self._at = 0
 
@@ -141,7 +142,7 @@ class _Tracking:
             self._write(operand, scope)
         for buffer in effects.takes:
             self._take(scope.name(buffer.name))
-        if isinstance(op, ops.Post):
+        if isinstance(op, ops.Post | ops.PostTogether):
             self._post(op, line)
         elif isinstance(op, ops.Wait):
             self._wait(op, line)
@@ -194,24 +195,27 @@ class _Tracking:
         if isinstance(operand, Entry) and self._sent[scope.name(operand.buffer.name)]:
             self._fault("buffer", f"buffer {operand.buffer.name!r} is written while it is sent")
 
-    def _post(self, op: ops.Post, line: _Line) -> None:
-        send, recv = line.scope.name(op.send.name), line.scope.name(op.recv.name)
-        self._use_buffer(send, "sent")
+    def _post(self, op: ops.Post | ops.PostTogether, line: _Line) -> None:
         key = _members(line), op.channel
         if key in self._under_way:
             self._fault("order", f"channel {op.channel!r} has an exchange under way")
-        self._take(recv)
-        self._under_way[key] = send, recv
-        self._sent[send] += 1
-        self._received.add(recv)
+        self._under_way[key] = []
+        for post in ops.posts_of(op):
+            send, recv = line.scope.name(post.send.name), line.scope.name(post.recv.name)
+            self._use_buffer(send, "sent")
+            self._take(recv)
+            self._under_way[key].append((send, recv))
+            self._sent[send] += 1
+            self._received.add(recv)
 
     def _wait(self, op: ops.Wait, line: _Line) -> None:
-        pair = self._under_way.pop((_members(line), op.channel), None)
-        if pair is None:
+        pairs = self._under_way.pop((_members(line), op.channel), None)
+        if pairs is None:
             self._fault("order", f"nothing is under way on channel {op.channel!r}")
             return
-        self._sent[pair[0]] -= 1
-        self._received.discard(pair[1])
+        for send, recv in pairs:
+            self._sent[send] -= 1
+            self._received.discard(recv)
 
 
 # -- all ranks
@@ -240,15 +244,24 @@ def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
     orders: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = defaultdict(dict)
     for rank, rank_lines in enumerate(lines):
         for line in rank_lines:
-            if isinstance(line.op, ops.Post | ops.Join):
-                kind = getattr(getattr(line.op, "route", None), "op", "shift")
-                orders[_members(line)].setdefault(rank, []).append((line.op.channel, kind))
+            if isinstance(line.op, ops.Post | ops.PostTogether | ops.Join):
+                exchange = line.op.channel, _kind(line.op)
+                orders[_members(line)].setdefault(rank, []).append(exchange)
     for members, by_rank in orders.items():
         first = by_rank.get(members[0], [])
         for rank in members[1:]:
             if by_rank.get(rank, []) != first:
                 text = f"exchanges among ranks {members} differ from those of rank {members[0]}"
                 yield Fault("order", rank, None, text)
+
+
+def _kind(op: ops.Post | ops.PostTogether | ops.Join) -> str:
+    """Return what must be equal on all ranks of an exchange, beside its channel."""
+    if isinstance(op, ops.PostTogether):
+        return " and ".join(post.channel for post in op.posts)
+    if isinstance(op, ops.Post) and isinstance(op.route, ops.Collective):
+        return op.route.op
+    return "shift"
 
 
 def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
@@ -281,11 +294,14 @@ class _Messages:
             op, scope = line.op, line.scope
             if isinstance(op, ops.Pack | ops.Clear):
                 buffers[scope.name(op.buffer.name)] = op.message.nbytes
-            elif isinstance(op, ops.Post):
-                buffers[scope.name(op.recv.name)] = op.message.nbytes
-                nbytes = buffers.get(scope.name(op.send.name), -1)
+            elif isinstance(op, ops.Post | ops.PostTogether):
                 members = _members(line)
-                exchanges[members, op.channel].append(self._post(op, members, rank, at, nbytes))
+                needed: list[_Needed] = []
+                for post in ops.on_channel(op):
+                    buffers[scope.name(post.recv.name)] = post.message.nbytes
+                    nbytes = buffers.get(scope.name(post.send.name), -1)
+                    needed += self._post(post, members, rank, at, nbytes)
+                exchanges[members, op.channel].append(needed)
             elif isinstance(op, ops.Wait):
                 under_way = exchanges[_members(line), op.channel]
                 if under_way:

@@ -75,19 +75,20 @@ def _add_sources(program: Program, rank: int, members: Members, sources: Sources
     A communicator has one channel and some ranks, as in `transport.ranks.links.NcclLink`.
     """
     for op in program.ops:
-        if not isinstance(op, ops.Post | ops.Inner):
+        if not isinstance(op, ops.Post | ops.PostTogether | ops.Inner):
             continue
         some = members if op.ranks is None else tuple(members[index] for index in op.ranks)
         if isinstance(op, ops.Inner):
             _add_sources(op.program, rank, some, sources)
             continue
         found = sources.setdefault((some, op.channel), set())
-        if isinstance(op.route, ops.Hop):
-            found.add(some[op.route.recv_from])
-        elif op.route.op == "all_to_all":
-            found.update(member for member in some if member != rank)
-        else:
-            found.add(None)
+        for post in ops.posts_of(op):
+            if isinstance(post.route, ops.Hop):
+                found.add(some[post.route.recv_from])
+            elif post.route.op == "all_to_all":
+                found.update(member for member in some if member != rank)
+            else:
+                found.add(None)
 
 
 def peak_bytes(programs: Sequence[Program], call: Call) -> int:
@@ -252,10 +253,11 @@ class Memory:
         match op:
             case ops.Pack():
                 self._take(op.buffer, op.message)
-            case ops.Post():
-                self._written(op.send)
-                self._take(op.recv, op.message)
-                self._receive_parts(op)
+            case ops.Post() | ops.PostTogether():
+                for post in ops.posts_of(op):
+                    self._written(post.send)
+                    self._take(post.recv, post.message)
+                    self._receive_parts(post)
             case ops.Wait():
                 self.held -= self._parts.pop(op.channel, 0)
             case ops.Clear():

@@ -57,9 +57,9 @@ def _text(op: Op) -> str:
         case ops.Pack() | ops.Clear() | ops.Unpack():
             return f"{_name(op)} {op.buffer.name}"
         case ops.Post():
-            route = op.route
-            to = route.op if isinstance(route, ops.Collective) else f"-> {route.send_to}"
-            return f"post {op.send.name} {to} on {op.channel}"
+            return f"post {_way(op)} on {op.channel}"
+        case ops.PostTogether():
+            return f"post {' and '.join(map(_way, op.posts))} on {op.channel}"
         case ops.Wait() | ops.Join():
             return f"{_name(op)} {op.channel}"
         case ops.Add():
@@ -82,6 +82,13 @@ def _text(op: Op) -> str:
             assert_never(op)
 
 
+def _way(post: ops.Post) -> str:
+    """Describe what is sent to which rank, or by which collective."""
+    route = post.route
+    to = route.op if isinstance(route, ops.Collective) else f"-> {route.send_to}"
+    return f"{post.send.name} {to}"
+
+
 def _name(op: Op) -> str:
     return type(op).__name__.lower()
 
@@ -93,8 +100,8 @@ def _size(op: Op) -> str:
             return f"{sum(tile.area for tile in op.tiles)} pairs"
         case ops.Pack() | ops.Add() | ops.Unpack():
             return f"{op.message.nbytes} B"
-        case ops.Post():
-            return f"{op.nbytes} B"
+        case ops.Post() | ops.PostTogether():
+            return f"{sum(post.nbytes for post in ops.posts_of(op))} B"
         case ops.Step() | ops.Wait() | ops.Join() | ops.Free() | ops.Clear() | ops.New():
             return ""
         case ops.Assign() | ops.Start() | ops.Finish() | ops.Delta() | ops.Round():

@@ -21,12 +21,13 @@ def connect(program: Program, transport: Transport, device: torch.device) -> Non
     for op in program.ops:
         if isinstance(op, ops.Join):
             transport.join(op.channel, device)
-        elif isinstance(op, ops.Inner | ops.Post):
+        elif isinstance(op, ops.Inner | ops.Post | ops.PostTogether):
             among = transport if op.ranks is None else transport.sub(op.ranks)
             if isinstance(op, ops.Inner):
                 connect(op.program, among, device)
-            else:
-                _exchange(op, among, device)
+                continue
+            for post in ops.on_channel(op):
+                _exchange(post, among, device)
 
 
 def _exchange(op: ops.Post, transport: Transport, device: torch.device) -> None:
@@ -50,6 +51,9 @@ class Silent(Transport):
     """A transport that exchanges nothing, for runs whose results are not used."""
 
     def post(self, *_: object, **__: object) -> None:
+        """Send nothing."""
+
+    def post_together(self, *_: object, **__: object) -> None:
         """Send nothing."""
 
     def wait(self, *_: object) -> None:

@@ -25,7 +25,7 @@ from ring_attn.core.state import rounded_gradient, sinks_gradient
 from ring_attn.machines.rehearse import Silent, connect
 from ring_attn.profiling import Direction, Observer, observe
 from ring_attn.transport import capture, streams
-from ring_attn.transport.base import Transport
+from ring_attn.transport.base import HopOf, Transport
 from ring_attn.transport.buffers import Block, last_uses
 from ring_attn.transport.streams import Event, Moment, Stream
 
@@ -126,6 +126,8 @@ class Run:
                     self.wait(op)
                 case ops.Post():
                     self.post(op)
+                case ops.PostTogether():
+                    self.post_together(op)
                 case ops.Free():
                     self.free(op)
                 case ops.Pack():
@@ -219,6 +221,15 @@ class Run:
         ):
             self._pool.give(block)
 
+    def _sent(self, buffer: Buffer) -> Block:
+        """Return the block of a buffer to send; allocate and zero a cleared one."""
+        block = self.blocks[buffer.name]
+        if not isinstance(block, Block):
+            block = self._held(buffer)
+            if self.queued:
+                self.note_uses()
+        return block
+
     def _held(self, buffer: Buffer) -> Block:
         """Return the block of a buffer to compute with; allocate and zero a cleared one."""
         block = self.blocks[buffer.name]
@@ -278,11 +289,7 @@ class Run:
 
     def post(self, op: ops.Post) -> Event | None:
         """Start the exchange; return the event of its end, on a device with streams."""
-        send = self.blocks[op.send.name]
-        if not isinstance(send, Block):
-            send = self._held(op.send)
-            if self.queued:
-                self.note_uses()
+        send = self._sent(op.send)
         recv = self._take(op.recv, op.message)
         data, into = send.bytes, recv.bytes
         if type(op.route) is Hop:
@@ -296,6 +303,23 @@ class Run:
         if end is not None:
             send.sent.append(end)
             recv.written, recv.sent = end, []
+        return end
+
+    def post_together(self, op: ops.PostTogether) -> Event | None:
+        """Start several exchanges as one; return the event of their end, as `post` does."""
+        hops, pairs = list[HopOf](), list[tuple[Block, Block]]()
+        after = list[Event]()
+        for post in op.posts:
+            send, recv = self._sent(post.send), self._take(post.recv, post.message)
+            hops.append(HopOf(cast(Hop, post.route), send.framed, recv.framed))
+            pairs.append((send, recv))
+            after += last_uses(send, recv)
+        self.in_flight += 1
+        end = self._among(op.ranks).post_together(op.channel, op.posts[0].step, hops, after=after)
+        if end is not None:
+            for send, recv in pairs:
+                send.sent.append(end)
+                recv.written, recv.sent = end, []
         return end
 
     def wait(self, op: ops.Wait) -> None:
@@ -464,10 +488,20 @@ class Observed(Run):
         start = self.observer.mark()
         with self.observer.span("post"):
             end = super().post(op)
+        self._note_post(op, start, end)
+        return end
+
+    def post_together(self, op: ops.PostTogether) -> Event | None:
+        start = self.observer.mark()
+        with self.observer.span("post"):
+            end = super().post_together(op)
+        self._note_post(op, start, end)
+        return end
+
+    def _note_post(self, op: ops.Post | ops.PostTogether, start: Moment, end: Event | None) -> None:
         if self._among(op.ranks).world_size > 1:
             self._posted[op.channel] = start
             self.observer.sent(start, end)
-        return end
 
     def wait(self, op: ops.Wait) -> None:
         with self.observer.span("wait"):

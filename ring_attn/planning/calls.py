@@ -26,6 +26,8 @@ def call_of(problem: Problem, candidate: Candidate) -> Call:
         mask=problem.mask,
         rank=0,
         strategy=candidate.strategy,
+        # Few ranks that stand for many would choose otherwise.
+        sends_together=candidate.sends_together,
     )
 
 

@@ -124,6 +124,8 @@ class Candidate:
         busiest: a rank that computes longest.
         kv_rows: rows of keys by which the backward's kernel is chosen, see
             `StrategyCode.decisive_rows`.
+        sends_together: whether the backward sends gradients together with shards; None before it is
+            chosen.
         steps: upper bound of the steps of a direction.
         peak_bytes: most bytes that a rank holds beyond its inputs.
         communicator_bytes: bytes that NCCL's communicators hold on a rank for all calls, estimated.
@@ -141,6 +143,7 @@ class Candidate:
     bounds: tuple[float, float] = (0.0, 0.0)
     busiest: int = 0
     kv_rows: int | None = None
+    sends_together: bool | None = None
     steps: int = 1
     peak_bytes: int = 0
     communicator_bytes: int = 0

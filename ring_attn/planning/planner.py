@@ -302,6 +302,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
             candidate,
             same_bits=why_not is None,
             sent_side=plan.sent_side if core.world_size > 1 else None,
+            sends_together=core_code.sends_together(core),
             steps=core_code.num_steps(core),
             bounds=(bounds.forward, bounds.backward),
             busiest=bounds.busiest * strategy.ulysses_degree,

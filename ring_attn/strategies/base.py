@@ -142,6 +142,13 @@ class StrategyCode:
             return False
         return self.decisive_rows(call) is not None
 
+    def sends_together(self, call: Call) -> bool:
+        """Return whether the backward sends gradients together with shards, on one communicator.
+
+        It is equal on all ranks.
+        """
+        return False
+
     def fullest_ranks(self, call: Call) -> set[int]:
         """Return ranks of which one holds the most memory: the first and the last with most rows.
 

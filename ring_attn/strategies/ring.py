@@ -29,6 +29,12 @@ memory: nothing is cleared, nothing added up.
     rank r+2                          `-> + own --.               |
     rank r+3                                       `-> + own -----'   home
 
+Together: long steps can hide both messages one after the other. Then sums start with the next
+shard, as one exchange on one channel, and the shard waits for the sums.
+
+    step i       post sums i-1 and shard i+1 together, compute, wait for both
+    step i+1     post sums i and shard i+2 together, compute, wait for both
+
 Double ring (`inner_degree`): inner rings in the nodes, an outer ring between the nodes. A rank
 passes shards on in its inner ring; meanwhile the first shard of the round goes to the next node. So
 the slow link has a whole round for one shard. After every round the sums return to their owner,
@@ -76,6 +82,16 @@ from ring_attn.strategies.order import why_not_in_order
 SPLIT_FROM_ROWS = 128 * 132
 
 
+# Where shards and gradients are sent together, the exchanges of a channel start on another one.
+TOGETHER: dict[ops.Channel, ops.Channel] = {"gradients": "shards", "outer_gradients": "outer"}
+
+# FLOPs of a step for each byte of its two messages, from which they are sent together. A B200's
+# backward, at most 1,046 TFLOP/s, then hides them even if NCCL copies them on one channel of 22
+# GB/s (estimates). By the model, plans with more are 0.1 % slower to 0.1 % faster than with two
+# communicators, those with 27,000 up to 27 % slower (bench/results/NOTES.md).
+TOGETHER_FROM = 50_000
+
+
 class Ring(StrategyCode):
     name = "ring"
     options = ("inner_degree",)
@@ -105,6 +121,29 @@ class Ring(StrategyCode):
         sent_side = sizes.choose_sent_side(call.spec, layout_q, layout_kv, call.mask)
         return GradientPlan(sent_side, in_order=False)
 
+    def sends_together(self, call: Call) -> bool:
+        """Choose whether a step's messages are one exchange, after which it must not wait longer.
+
+        Sums in order never are: only the computation of dQ hides them, not a whole step.
+        """
+        if call.sends_together is not None:
+            return call.sends_together
+        if call.options.transport.one_communicator is not None:
+            return call.options.transport.one_communicator
+        plan = self.gradients(call)
+        if call.spec.device_type == "cpu" or plan.in_order:
+            return False
+        sent_side = plan.sent_side or "kv"
+        grid = ring_grid(call.world_size, call.strategy.inner_degree)
+        num_steps = len(call.ranks.order(grid, sent_side))
+        rows = max(call.layouts[0 if sent_side == "q" else 1].shard_lens)
+        nbytes = (
+            sizes.shard_packet(call.spec, sent_side, rows).nbytes
+            + sizes.gradient_packet(call.spec, sent_side, rows).nbytes
+        )
+        of_call = sizes.flops(call.mask.area, call.spec, backward=True)
+        return of_call >= TOGETHER_FROM * nbytes * num_steps * call.world_size
+
     def program(self, call: Call, *, backward: bool, rounded: bool = True) -> Program:
         grid = ring_grid(call.world_size, call.strategy.inner_degree)
         plan = self.gradients(call) if backward else GradientPlan("kv", in_order=False)
@@ -114,6 +153,8 @@ class Ring(StrategyCode):
         if not backward:
             return base.core_program(call, arrays, _forward(call, steps), backward=False)
         backward_steps = _backward(call, steps, arrays, in_order=plan.in_order, rounded=rounded)
+        if self.sends_together(call):
+            backward_steps = _together(backward_steps)
         return base.core_program(call, arrays, backward_steps, backward=True)
 
     def full_name(self, strategy: Strategy) -> str:
@@ -355,6 +396,55 @@ def _backward(
     yield ops.Step("end")
     yield from sums.end()
     yield from base.rounded_sums(grads, call.spec, rounded=rounded)
+
+
+class _Lane(NamedTuple):
+    """A channel that carries shards and gradients, and the ranks among which it does."""
+
+    channel: ops.Channel
+    ranks: tuple[int, ...] | None
+
+
+def _lane(op: ops.Post | ops.Wait) -> _Lane:
+    return _Lane(TOGETHER.get(op.channel, op.channel), op.ranks)
+
+
+def _together(steps: Iterator[Op]) -> Iterator[Op]:
+    """Yield the ops of a backward, with gradients that start together with the next shard.
+
+    Gradients that no shard follows start alone, before the next kernel. The first wait for a part
+    of an exchange is for all of it.
+    """
+    ready: dict[_Lane, ops.Post] = {}  # gradients that have not started
+    under_way: dict[_Lane, list[ops.Post]] = {}
+
+    def start(lane: _Lane, *posts: ops.Post) -> Iterator[Op]:
+        if lane in under_way:
+            del under_way[lane]
+            yield ops.Wait(lane.channel, lane.ranks)
+        under_way[lane] = [*posts]
+        is_one_shard = len(posts) == 1 and posts[0].channel == lane.channel
+        yield posts[0] if is_one_shard else ops.PostTogether(lane.channel, posts)
+
+    for op in steps:
+        if isinstance(op, ops.Differentiate):
+            while ready:
+                yield from start(*ready.popitem())
+        if isinstance(op, ops.Post) and op.channel in TOGETHER:
+            ready[_lane(op)] = op
+        elif isinstance(op, ops.Post):
+            lane = _lane(op)
+            gradients = [ready.pop(lane)] if lane in ready else []
+            yield from start(lane, *gradients, op)
+        elif isinstance(op, ops.Wait):
+            lane = _lane(op)
+            if lane in ready and op.channel == ready[lane].channel:
+                yield from start(lane, ready.pop(lane))
+            if any(post.channel == op.channel for post in under_way.get(lane, ())):
+                del under_way[lane]
+                yield ops.Wait(lane.channel, lane.ranks)
+        else:
+            yield op
 
 
 class _Sums:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +31,21 @@ MAX_RANKS = 16
 RankMessages = list[tuple[int, Tensor]]  # messages to or from other ranks
 
 
+class HopOf(NamedTuple):
+    """A hop, with the message to send and the memory for the message to receive."""
+
+    route: Hop
+    send: Tensor
+    recv: Tensor
+
+
 @dataclass(slots=True)
 class Batch:
-    """Messages that are posted together; `finish` runs when all of them are complete."""
+    """Messages that are posted together; `finish` runs when all of them are complete.
+
+    Messages between two ranks arrive in the order of their sends. `num_exchanges` is for
+    `TransportStats.messages`.
+    """
 
     channel: Channel
     step: int
@@ -42,6 +54,7 @@ class Batch:
     sends: RankMessages = field(default_factory=list)
     receives: RankMessages = field(default_factory=list)
     finish: Callable[[], None] | None = None
+    num_exchanges: int = 1
 
 
 @dataclass
@@ -203,6 +216,25 @@ class Transport:
         if route.op == "reduce_scatter":
             send, recv = send.view(route.dtype), recv.view(route.dtype)
         return self._collective(batch, route, send, recv)
+
+    def post_together(
+        self, channel: Channel, step: int, hops: Sequence[HopOf], *, after: After = None
+    ) -> Event | None:
+        """Start several hops as one exchange on a channel, in one order on all ranks.
+
+        One `wait` is for all of them; `post` says the rest.
+        """
+        return self._exchange(
+            Batch(
+                channel,
+                step,
+                hops[0].send.device,
+                after,
+                sends=[(hop.route.send_to, hop.send) for hop in hops],
+                receives=[(hop.route.recv_from, hop.recv) for hop in hops],
+                num_exchanges=len(hops),
+            )
+        )
 
     def gather(self, x: Tensor, step: int = 0) -> Tensor:
         """Return all ranks' `x`, which have one shape, in rank order: (world_size, *shape)."""

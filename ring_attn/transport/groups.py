@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.torch_private import flattened, group_by_name, is_traced_as_constant
 from ring_attn.transport.options import TransportOptions
-from ring_attn.values.checks import check_int, check_number, check_type
+from ring_attn.values.checks import check_flag, check_int, check_number, check_type
 from ring_attn.values.compiling import cached
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -158,6 +158,8 @@ def check_transport(options: object) -> TransportOptions:
         check_int(name, value, least=least)
         if value > most:
             raise ValueError(f"{name} must be from {least} to {most}, got {value}")
+    if options.one_communicator is not None:
+        check_flag("one_communicator", options.one_communicator)
     return options
 
 

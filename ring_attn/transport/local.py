@@ -8,17 +8,19 @@ working memory, and torch.distributed is not needed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.program import Channel
-from ring_attn.transport.base import Batch, Ranks, Transport, TransportStats
+from ring_attn.transport.base import Batch, RankMessages, Ranks, Transport, TransportStats
 
 T = TypeVar("T")
-MessageKey = tuple[Ranks, Channel, int, int]  # ranks of the transport, channel, sender, receiver
+# Ranks of the transport, channel, sender, receiver, and the message's number in its exchange.
+MessageKey = tuple[Ranks, Channel, int, int, int]
 
 
 class _Exchange:
@@ -55,7 +57,7 @@ class _Exchange:
             return
         texts = [
             f"rank {rank} waits for a message from rank {sender} to rank {receiver} on {channel!r}"
-            for rank, (_, channel, sender, receiver) in sorted(self._waits)
+            for rank, (_, channel, sender, receiver, _) in sorted(self._waits)
         ]
         self.failed = RuntimeError(f"no rank of the local ring can go on: {'; '.join(texts)}")
         self.turn.notify_all()
@@ -74,14 +76,12 @@ class LocalTransport(Transport):
         """Wait until this rank has copied its messages and the others have copied theirs."""
         batch: Batch = self.pending.pop(channel)
         sent, turn = self._under_way.sent, self._under_way.turn
-        for rank, into in batch.receives:
-            incoming = self._key(channel, rank, self.rank)
+        for incoming, into in self._incoming(batch):
             self._under_way.until(self.members[self.rank], incoming, sent=True)
             self.stats.bytes_received += sent[incoming].nbytes
             into.copy_(sent.pop(incoming))
             turn.notify_all()
-        for rank, _ in batch.sends:
-            outgoing = self._key(channel, self.rank, rank)
+        for outgoing, _ in self._outgoing(batch):
             self._under_way.until(self.members[self.rank], outgoing, sent=False)
         if batch.finish is not None:
             batch.finish()
@@ -90,15 +90,30 @@ class LocalTransport(Transport):
         return LocalTransport(members, self.members[self.rank], self._under_way, self.stats)
 
     def _exchange(self, batch: Batch) -> None:
-        for rank, message in batch.sends:
-            self._under_way.sent[self._key(batch.channel, self.rank, rank)] = message
+        for outgoing, message in self._outgoing(batch):
+            self._under_way.sent[outgoing] = message
             self.stats.bytes_sent += message.nbytes
         self._under_way.turn.notify_all()
         self.pending[batch.channel] = batch
-        self.stats.messages += 1
+        self.stats.messages += batch.num_exchanges
 
-    def _key(self, channel: Channel, sender: int, receiver: int) -> MessageKey:
-        return self.members, channel, self.members[sender], self.members[receiver]
+    def _outgoing(self, batch: Batch) -> Iterator[tuple[MessageKey, Tensor]]:
+        here = self.members[self.rank]
+        for rank, number, message in _numbered(batch.sends):
+            yield (self.members, batch.channel, here, self.members[rank], number), message
+
+    def _incoming(self, batch: Batch) -> Iterator[tuple[MessageKey, Tensor]]:
+        here = self.members[self.rank]
+        for rank, number, into in _numbered(batch.receives):
+            yield (self.members, batch.channel, self.members[rank], here, number), into
+
+
+def _numbered(messages: RankMessages) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield ranks and messages, with the message's number among those of its rank."""
+    counts: Counter[int] = Counter()
+    for rank, message in messages:
+        yield rank, counts[rank], message
+        counts[rank] += 1
 
 
 def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T]:

@@ -44,11 +44,18 @@ class TransportOptions:
             FSDP, would otherwise wait for the end of a step's kernel: set the number of their
             blocks. The last step and a single rank have no exchange of ours, and so no free
             multiprocessors.
+        one_communicator: whether the backward of a ring sends the next shard and the gradients of
+            the last step in one group, on one communicator of NCCL. This halves the communicators
+            of the ring, their memory and threads, and the time to connect. But the shard then waits
+            for the gradients, and the two messages follow one another. None chooses it for steps
+            that are long enough to hide both messages, by the planner's model, and never on gloo.
+            Other strategies are the same with either value.
     """
 
     timeout: float | None = None
     nccl_max_ctas: int = MAX_CTAS
     spare_sms: int = 0
+    one_communicator: bool | None = None
 
     @property
     def max_ctas(self) -> int:

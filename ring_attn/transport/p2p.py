@@ -3,7 +3,8 @@
 Each step is one batch of one send and one receive on every rank, even an idle one: an asymmetric
 batch is undefined in NCCL, and an unbatched pair can deadlock. On NCCL, shards and gradients each
 have a communicator, apart from the caller's, so that neither waits for the other or for unrelated
-traffic. On gloo, tags keep them apart.
+traffic; or both are sent in one batch on one communicator (`TransportOptions.one_communicator`). On
+gloo, tags keep them apart.
 
 Every message carries the identity of its call (`identity`). On gloo a rank never receives a message
 of another call: its wait ends when the watch finds that calls differ, or else by the timeout. On
@@ -320,10 +321,11 @@ class P2PTransport(Transport):
         if isinstance(route, Collective):
             return super().post(channel, step, route, send, recv, after=after)
         messages = [(route.send_to, send)], [(route.recv_from, recv)]
-        batch = Batch(channel, step, send.device, after, *messages)
-        return self._hop(batch) if streams.are_used(batch.device) else self._exchange(batch)
+        return self._exchange(Batch(channel, step, send.device, after, *messages))
 
     def _exchange(self, batch: Batch) -> Event | None:
+        if streams.are_used(batch.device):
+            return self._hops(batch)
         link, peer = self._shared.link(batch.device, self._timeout_s), batch.receives[0][0]
         assert isinstance(link, GlooLink), "CPU tensors are sent by gloo"
         sent = received = 0
@@ -334,32 +336,41 @@ class P2PTransport(Transport):
         start = partial(self._send_tagged, link.gloo, batch)
         return self.start_batch(batch, peer, start, sent=sent, received=received)
 
-    def _hop(self, batch: Batch) -> Event | None:
-        """Start one send and one receive of NCCL, whose messages begin with a header."""
+    def _hops(self, batch: Batch) -> Event | None:
+        """Start as many sends as receives in one group of NCCL; messages begin with a header.
+
+        NCCL has no tags: messages between two ranks must be in one order on both.
+        """
         channel = self._nccl_channel(batch.channel, batch.device)
         headers, nccl = self._shared.calls.headers, channel.communicator
-        ((to, send),), ((source, recv),) = batch.sends, batch.receives
-        # Three entries of the flight recorder: all_to_all has one, but sends 0 bytes to all others.
-        both = (nccl.recv, [recv], source, 0), (nccl.send, [send], to, 0)
-        marks = headers.is_first(channel, SEND, to)
-        row = headers.incoming(1) if headers.is_first(channel, RECEIVE, source) else None
+        # Of a send and a receive the flight recorder has three entries: all_to_all has one, but
+        # sends 0 bytes to all others.
+        receives = [(nccl.recv, [recv], source, 0) for source, recv in batch.receives]
+        sends = [(nccl.send, [send], to, 0) for to, send in batch.sends]
+        marked = [send for to, send in batch.sends if headers.is_first(channel, SEND, to)]
+        rows = [
+            (headers.incoming(1)[0], recv)
+            for source, recv in batch.receives
+            if headers.is_first(channel, RECEIVE, source)
+        ]
 
         def start() -> None:
-            if marks:
+            for send in marked:
                 headers.mark(send)
-            coalesced(nccl, both).wait()
-            headers.overwritten(recv)
-            if row is not None:
-                row[0].copy_(recv[:HEADER_BYTES])
+            coalesced(nccl, receives + sends).wait()
+            for _, recv in batch.receives:
+                headers.overwritten(recv)
+            for row, recv in rows:
+                row.copy_(recv[:HEADER_BYTES])
 
         return self._start_on_nccl(
             batch,
             channel,
-            source,
+            batch.receives[0][0],
             start,
-            sent=send.nbytes - HEADER_BYTES,
-            received=recv.nbytes - HEADER_BYTES,
-            is_first=marks or row is not None,
+            sent=sum(send.nbytes - HEADER_BYTES for _, send in batch.sends),
+            received=sum(recv.nbytes - HEADER_BYTES for _, recv in batch.receives),
+            is_first=bool(marked or rows),
         )
 
     def _send_tagged(self, gloo: Untyped, batch: Batch) -> list[Started]:
@@ -466,7 +477,7 @@ class P2PTransport(Transport):
         self.pending[channel] = step, started, batch.finish, batch.device
         self.stats.bytes_sent += sent
         self.stats.bytes_received += received
-        self.stats.messages += 1
+        self.stats.messages += batch.num_exchanges
         return None if isinstance(started, list) else started
 
     def _wait_for(self, work: dist.Work, peer: int, start: float) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from ring_attn.attention.operators import requested_call
 from ring_attn.backends.reference import ReferenceBackend
 from ring_attn.core.program import Channel
 from ring_attn.machines import run as machine
-from ring_attn.testing import MASKS, RESULTS, Case, run_all_ranks
+from ring_attn.testing import MASKS, RESULTS, Case, ranks, run_all_ranks
 from ring_attn.torch_private import StartedWorks
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.p2p import P2PTransport
@@ -181,6 +182,60 @@ def test_a_planted_fault_is_found(fault: str) -> None:
         program = layers.record()
     assert program.races()
     assert any(not same(right, program.run(at_random(seed))) for seed in range(20))
+
+
+# -- shards and gradients in one exchange, on one communicator
+
+
+@contextmanager
+def one_communicator() -> Iterator[None]:
+    """Makes the calls of `Layers` send shards and gradients together."""
+    together = replace(ranks.TRANSPORT, one_communicator=True)
+    with mock.patch.object(ranks, "TRANSPORT", together):
+        yield
+
+
+def communicators(program: Program) -> set[str]:
+    nodes = program.ranks[0].nodes
+    return {node.communicator for node in nodes if isinstance(node, Transfer)}
+
+
+def exchange_receives(communicator: Any, starts: Any) -> Any:
+    """Starts the receives of several messages in the opposite order."""
+    receives = [start for start in starts if start[0].__name__ == "recv"]
+    others = [start for start in starts if start[0].__name__ != "recv"]
+    return COALESCED(communicator, [*reversed(receives), *others])
+
+
+COALESCED = p2p.coalesced
+
+
+def test_one_communicator_has_the_bits_of_two() -> None:
+    """And exchanged receives are found, of messages whose equal sizes do not show it."""
+    case = replace(case_of("ring", "full"), seqlen=16, batch=1)
+    plain = run_all_ranks(case, 4).whole  # two exchanges
+    with one_communicator():
+        layers = Layers(case, 4)
+        program = layers.record()
+        with mock.patch.object(p2p, "coalesced", exchange_receives):
+            exchanged = layers.record()
+    assert len(communicators(program)) == 1
+    assert program.races() == [] and program.stuck() == [] and not program.unmatched
+    for schedule in (in_host_order, at_random(0)):
+        whole = layers.whole(program.run(schedule))
+        assert all(torch.equal(getattr(whole, x), getattr(plain, x)) for x in RESULTS)
+    wrong = layers.whole(exchanged.run(in_host_order))
+    assert not all(torch.equal(getattr(wrong, x), getattr(plain, x)) for x in RESULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over_second_class", [False, True])
+@pytest.mark.parametrize("strategy", ["ring", "double_ring", "hybrid"])
+def test_one_communicator_in_every_order(strategy: str, over_second_class: bool) -> None:
+    mask, world_size = QUICK[strategy]
+    ranks_of_ring = 8 if strategy == "hybrid" else world_size
+    with one_communicator(), second_class() if over_second_class else nullcontext():
+        check(Layers(case_of(strategy, mask), ranks_of_ring, layers=2))
 
 
 # -- transfers overlap with attention that the host queued before them; dq overlaps with dk

@@ -192,6 +192,7 @@ BOTH: list[Bad] = [
     value_error("timeout|1e-12", transport(timeout=1e-12)),
     value_error("nccl_max_ctas|65", transport(nccl_max_ctas=65)),
     value_error("spare_sms|-1", transport(spare_sms=-1)),
+    type_error("one_communicator|1", transport(one_communicator=1)),
     value_error("for 2 ranks, as the group has|world_size=3", layout=zigzag(SEQLEN, 3)),
     value_error(
         "must have 6 rows|pass this rank's shard",

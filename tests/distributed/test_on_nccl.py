@@ -51,6 +51,7 @@ from ring_attn.testing.cases import strategy_of
 from ring_attn.transport import p2p, streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import P2PTransport, open_p2p
+from ring_attn.transport.ranks.links import NcclLink
 from tests.bounds import assert_close
 from tests.distributed.differing import DIFFERENT, HAPPENED, call, do
 from tests.distributed.pool import (
@@ -101,6 +102,28 @@ def test_processes_have_the_bits_of_the_local_ring(
     # NCCL sums the gradients of an all-gather in an order of its own.
     summed = ranks.nccl is not None and "all_gather" in strategy and world_size > 2
     assert set(got.differing(run())) <= ({"dk", "dv"} if summed else set())
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_one_communicator_has_the_bits_of_two() -> None:
+    """Shards and gradients in one exchange; messages of one call cannot be those of another."""
+    x = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    found, counts = [], []
+    for one in (True, False):
+        group, given = dist.new_group(), x.to(device()).requires_grad_()
+        options = TransportOptions(one_communicator=one)
+        attend = partial(ring_attention, group=group, transport=options, backend=backend())
+        for _ in range(2):
+            out = attend(given, given, given, causal=True, same_bits=False)
+            found.append([out, *torch.autograd.grad(out.square().sum(), given)])
+        check(group)
+        links = p2p.rank_group(group).connection.links.values()
+        counts.append([len(link.channels) for link in links if isinstance(link, NcclLink)])
+        dist.destroy_process_group(group)
+    pairs = [pair for other in found[1:] for pair in zip(found[0], other, strict=True)]
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert counts == ([[1], [2]] if streams.are_used(device()) else [[], []])
 
 
 # -- messages of all sizes

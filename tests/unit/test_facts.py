@@ -72,7 +72,10 @@ OTHERS: list[tuple[Any, Mapping[str, Any]]] = [
             "heads_per_chunk": 2,
         },
     ),
-    (OPTIONS, {"timeout": 2.0, "nccl_max_ctas": 4, "spare_sms": 1}),
+    (
+        OPTIONS,
+        {"timeout": 2.0, "nccl_max_ctas": 4, "spare_sms": 1, "one_communicator": True},
+    ),
     (Segment(0, 2), {"start": 1, "length": 3, "stride": 2}),
     (Slice(0, 2, 0, 2), {"q_start": 1, "q_end": 3, "k_start": 1, "k_end": 3, "lo": 0, "hi": 0}),
 ]

@@ -31,6 +31,7 @@ EXPLAIN = {
     "machines/cluster.py",
     "planning/choice.py",
     "sequence/runs.py",
+    "strategies/ring.py",
     "torch_private.py",
     "transport/nccl_channels.py",
 }
@@ -49,11 +50,16 @@ ORIGIN = re.compile(
 MEASURED_PAGES = {"docs/figures.md"}
 
 
-def figures_without_origin(text: str) -> list[str]:
-    """Return figures of speed in paragraphs that do not say whether they are estimates."""
+# Between paragraphs, also of comments; and before the headings of a page.
+PARAGRAPHS, SECTIONS = r"\n\s*(?:#\s*)?\n", r"\n(?=#+ )"
+# Notes of experiments, whose sections say once where all their figures come from.
+NOTES = "bench/results/NOTES.md"
+
+
+def figures_without_origin(text: str, between: str = PARAGRAPHS) -> list[str]:
+    """Return figures of speed in parts of a text that do not say whether they are estimates."""
     written = re.sub(r'"[\d.]+ \w+"', "", text)  # texts of a format, not figures
-    paragraphs = re.split(r"\n\s*(?:#\s*)?\n", written)
-    found = [(FIGURE.search(one), ORIGIN.search(one)) for one in paragraphs]
+    found = [(FIGURE.search(one), ORIGIN.search(one)) for one in re.split(between, written)]
     return [figure.group() for figure, origin in found if figure and not origin]
 
 
@@ -94,14 +100,18 @@ def test_each_file_that_estimates_has_a_row() -> None:
 
 def test_each_figure_of_speed_says_where_it_comes_from() -> None:
     """Nothing was timed on a GPU: an estimate has the word in its paragraph."""
-    paths = [ROOT / "README.md"]
-    for folder in ("ring_attn", "kernels", "bench", "examples"):
+    pages = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", NOTES)
+    paths = [ROOT / name for name in pages]
+    for folder in ("ring_attn", "kernels", "bench", "examples", "dev"):
         paths += (ROOT / folder).rglob("*.py")
     paths += (ROOT / "docs").glob("*.md")
     found = {}
     for path in paths:
         name = str(path.relative_to(ROOT))
-        if name not in MEASURED_PAGES and (figures := figures_without_origin(path.read_text())):
+        if name in MEASURED_PAGES:
+            continue
+        between = SECTIONS if name == NOTES else PARAGRAPHS
+        if figures := figures_without_origin(path.read_text(), between):
             found[name] = figures
     assert not found, f"say whether these are estimates or measured: {found}"
 
@@ -113,6 +123,12 @@ def test_each_figure_of_speed_says_where_it_comes_from() -> None:
 def test_a_figure_without_its_word_is_found(text: str) -> None:
     assert figures_without_origin(text)
     assert not figures_without_origin(f"{text} This is an estimate.".replace("\n\n", "\n"))
+
+
+def test_a_section_says_the_origin_once() -> None:
+    paragraphs = "# One\n\nPredictions.\n\nIt takes 8 us."
+    assert not figures_without_origin(paragraphs, SECTIONS)
+    assert figures_without_origin(f"{paragraphs}\n\n# Two\n\nIt takes 9 us.", SECTIONS) == ["9 us"]
 
 
 def test_a_new_estimate_of_a_rate_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

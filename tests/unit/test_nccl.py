@@ -6,6 +6,7 @@ With NCCL_LAUNCH_ORDER_IMPLICIT=1, one place is enough for every job here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -33,13 +34,16 @@ class Facts(NamedTuple):
     world_sizes: Ranks = (2, 3, 4)
     layout: str = "zigzag"
     order: tuple[Side, bool] | None = None  # the side that is sent in the backward
+    together: bool = False  # one communicator for shards and gradients
 
 
 CALLS = {
     "ring, KV is sent": Facts(Strategy(), order=("kv", False)),
     "ring, Q is sent": Facts(Strategy(), order=("q", False)),
     "ring, same_bits": Facts(Strategy(), order=("kv", True)),
+    "ring, together": Facts(Strategy(), order=("kv", False), together=True),
     "double ring": Facts(Strategy(inner_degree=2), (4,)),
+    "double ring, together": Facts(Strategy(inner_degree=2), (4,), together=True),
     "all_gather": Facts(Strategy("all_gather")),
     "exchange": Facts(Strategy("exchange")),
     "q_exchange": Facts(Strategy("all_gather", exchange_q=True), layout="contiguous"),
@@ -54,9 +58,10 @@ CALLS = {
 
 
 def directions(name: str, world_size: int) -> list[Programs]:
-    strategy, _, layout, order = CALLS[name]
+    strategy, _, layout, order, together = CALLS[name]
     calls = calls_of(strategy, Mask(64, 64, causal=True), layout, world_size, None, order)
     assert calls, f"{name} takes the layout"
+    calls = [replace(call, sends_together=together) for call in calls]
     return [(program_of(c, backward=False), program_of(c, backward=True)) for c in calls]
 
 
@@ -178,7 +183,9 @@ def test_one_place_is_enough_in_the_hosts_order(job: partial[list[Line]]) -> Non
 # NCCL gathers and sums in a ring, from one rank.
 SOURCES = {
     "ring, KV is sent": (1, 2),
+    "ring, together": (1, 1),
     "double ring": (2, 4),
+    "double ring, together": (2, 3),
     "exchange": (3, 6),
     "all_gather": (1, 2),
     "q_exchange": (2, 3),

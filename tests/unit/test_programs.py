@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.call import Call, GradientPlan
+from ring_attn.call import Call, GradientPlan, Options
 from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -27,7 +27,11 @@ from ring_attn.planning.balance import by_area
 from ring_attn.planning.devices import Rate, cpu_cluster
 from ring_attn.planning.planner import explain
 from ring_attn.strategies.registry import make_call, program_of, programs_of
-from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks
+from ring_attn.strategies.ring import CODE
+from ring_attn.testing import LAYOUTS, RESULTS, Case, Layouts, Sent, layouts_of, masks
+from ring_attn.testing.ranks import calls_of as case_calls
+from ring_attn.testing.ranks import run_calls, whole_of
+from ring_attn.transport.options import TransportOptions
 
 MASKS = masks(61)
 ORDERS: tuple[tuple[Side, bool] | None, ...] = (None, ("kv", False), ("q", False), ("kv", True))
@@ -243,6 +247,128 @@ def test_a_planted_fault_is_found(name: str, rank: int) -> None:
     assert faults(rank, todo, backward=backward) == set()
     edit(todo, [i for i, op in enumerate(todo) if isinstance(op, of)][nth[0] if nth else 0])
     assert kind in faults(rank, todo, backward=backward)
+
+
+# -- shards and gradients in one exchange
+
+TOGETHER = [replace(call, sends_together=True) for call in RING]
+TOGETHER_STRATEGIES = [
+    Strategy(),
+    Strategy(inner_degree=2),
+    Strategy(ulysses_degree=2),
+    Strategy(exchange_q=True),
+]
+
+
+def groups_of(todo: list[ops.Op]) -> list[int]:
+    """Indices of the ops that start two exchanges."""
+    return [
+        i for i, op in enumerate(todo) if isinstance(op, ops.PostTogether) and len(op.posts) == 2
+    ]
+
+
+@pytest.mark.parametrize("strategy", TOGETHER_STRATEGIES)
+@pytest.mark.parametrize("order", ORDERS[1:])
+def test_gradients_start_together_with_shards(strategy: Strategy, order: tuple[Side, bool]) -> None:
+    """On the channels of shards, in as many bytes and exchanges."""
+    if order[1] and strategy.inner_degree > 1:
+        return  # sums in order are of plain rings
+    mask = Mask(61, 61, causal=True)
+    layout = "contiguous" if strategy.exchange_q else "zigzag"
+    apart = calls_of(strategy, mask, layout, 4, None, order)
+    calls = [replace(call, sends_together=True) for call in apart]
+    assert check(programs_of(calls, backward=True), calls[0]) == []
+    assert_all_is_timed(calls, backward=True)
+    assert sent(calls, backward=True) == sent(apart, backward=True)
+    for call in calls:
+        todo = [*program_of(call, backward=True).ops]
+        inner = [op.program.ops for op in todo if isinstance(op, ops.Inner)]
+        todo += [op for of_inner in inner for op in of_inner]
+        used = {op.channel for op in todo if isinstance(op, ops.Post | ops.PostTogether | ops.Wait)}
+        assert not used & {"gradients", "outer_gradients"}
+        assert groups_of(todo) or call.world_size // strategy.ulysses_degree == 2
+
+
+# Changes to an op that starts two exchanges, on one rank, and the fault.
+TOGETHER_FAULTS: dict[str, tuple[str, Edit]] = {
+    "in another order": ("order", changed(lambda op: op._replace(posts=op.posts[::-1]))),
+    "one is left out": ("order", changed(lambda op: op._replace(posts=op.posts[:1]))),
+    "on another channel": ("order", changed(lambda op: op._replace(channel="outer"))),
+    "not waited for": ("buffer", lambda todo, at: todo.pop(next_wait(todo, at))),
+    "the second to another rank": (
+        "message",
+        changed(lambda op: op._replace(posts=(op.posts[0], to_itself(op.posts[1])))),
+    ),
+}
+
+
+def next_wait(todo: list[Any], at: int) -> int:
+    return next(i for i in range(at, len(todo)) if isinstance(todo[i], ops.Wait))
+
+
+@pytest.mark.parametrize("name", TOGETHER_FAULTS)
+def test_a_planted_fault_in_two_exchanges_is_found(name: str) -> None:
+    kind, edit = TOGETHER_FAULTS[name]
+    programs = programs_of(TOGETHER, backward=True)
+    assert check(programs, TOGETHER[0]) == []
+    todo = list(programs[2].ops)
+    edit(todo, groups_of(todo)[0])
+    programs[2] = replace(programs[2], ops=tuple(todo))
+    assert kind in {fault.kind for fault in check(programs, TOGETHER[0])}
+
+
+@pytest.mark.parametrize("strategy", TOGETHER_STRATEGIES[:3])
+@pytest.mark.parametrize("sent_side", ["kv", "q"])
+def test_results_are_the_same_together(strategy: Strategy, sent_side: Side) -> None:
+    case = Case("causal", "zigzag", strategy, "reference", seqlen=29)
+    inputs, layouts = case.build_inputs(), case.build_layouts(4)
+    plan = GradientPlan(sent_side, in_order=False)
+    found = []
+    for together in (True, False):
+        calls = [
+            replace(call, gradients=plan, sends_together=together) for call in case_calls(case, 4)
+        ]
+        found.append(whole_of(run_calls(calls, inputs, layouts), layouts))
+    assert all(torch.equal(getattr(found[0], x), getattr(found[1], x)) for x in RESULTS)
+
+
+LONG, SHORT = 128 * 1024, 16 * 1024
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "device", "asked", "in_order", "together"),
+    [
+        (LONG, "cuda", None, False, True),
+        (SHORT, "cuda", None, False, False),
+        (LONG, "cuda", None, True, False),
+        (LONG, "cpu", None, False, False),
+        (LONG, "cuda", False, False, False),
+        (SHORT, "cuda", True, False, True),
+        (SHORT, "cpu", True, True, True),
+    ],
+)
+def test_long_steps_send_together(
+    seqlen: int, device: str, asked: bool | None, in_order: bool, together: bool
+) -> None:
+    """They hide both messages; all ranks choose the same."""
+    options = Options(differentiated=True, transport=TransportOptions(one_communicator=asked))
+    layout = SequenceLayout.zigzag(seqlen, 8)
+    chosen = {
+        CODE.sends_together(
+            Call(
+                options=options,
+                spec=AttentionSpec(device, torch.bfloat16, 1, 64, 8, 128, 128),
+                backend="triton",
+                layouts=(layout, layout),
+                mask=Mask(seqlen, seqlen, causal=True),
+                rank=rank,
+                strategy=Strategy(),
+                gradients=GradientPlan("kv", in_order),
+            )
+        )
+        for rank in range(8)
+    }
+    assert chosen == {together}
 
 
 # -- double rings

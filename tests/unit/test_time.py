@@ -61,10 +61,12 @@ def simulated(
     window: int = -1,
     backend: str = "reference",
     backward: bool = False,
+    sends_together: bool | None = None,
 ) -> Simulation:
     layout = SequenceLayout.from_name(kind, ROWS * world_size, world_size)
     mask = Mask(layout.seqlen, layout.seqlen, causal, (window, -1))
     calls = [call_of(layout, mask, rank, strategy, backend) for rank in range(world_size)]
+    calls = [replace(call, sends_together=sends_together) for call in calls]
     return simulate(programs_of(calls, backward=backward), calls[0], on)
 
 
@@ -315,6 +317,22 @@ def test_messages_of_two_communicators_that_leave_bandwidth_run_at_once() -> Non
     # On one communicator they follow one another, whatever the link has left.
     forward = [simulated(on).seconds for on in (alone, shared)]
     assert forward[0] == pytest.approx(forward[1])
+
+
+def test_two_messages_that_start_together_follow_one_another() -> None:
+    """A step that hides both is as long as with two communicators, another one is longer."""
+    channels = communicator_of(4, 1).channels(NBYTES)
+    for steps, is_longer in ((0.1, False), (8, True)):
+        of_channel = wire(steps) / channels
+        on = cluster(inside=2 * channels * of_channel, channel_bandwidth=of_channel)
+        apart, together = (
+            simulated(on, backward=True, sends_together=together) for together in (False, True)
+        )
+        assert (together.seconds > 1.1 * apart.seconds) == is_longer
+        assert each(together, "sent") == each(apart, "sent")
+        assert each(together, "messages") == each(apart, "messages")
+        hidden = each(together, "exposed") == pytest.approx(each(apart, "exposed"))
+        assert hidden != is_longer
 
 
 def test_messages_that_leave_their_rail_take_longer() -> None:
