@@ -16,6 +16,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ring_attn import JointLayout, SequenceLayout
 from ring_attn.core.masks import from_dense
@@ -94,6 +96,32 @@ def test_lora_and_checkpointing() -> None:
         if key != "sample":
             dist.all_reduce(got[key])
         assert check_rounded(key, got[key], oracle[key], [x[key] for x in noisy]).ok, key
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_weights_shared_by_fsdp() -> None:
+    """FSDP2 gathers the weights of a block around its forward, which `parallelize` has wrapped."""
+    name = "FluxTransformer2DModel"
+    model, inputs = make(name), inputs_of(name)
+    with all_in_float64():
+        oracle = run(make(name).double(), inputs_of(name, torch.float64))
+    noisy = noisy_runs(lambda: run(model, inputs))
+    parallelize(model)
+    mesh = init_device_mesh("cpu", (2,))
+    transformer: Any = model
+    blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+    for module in (*blocks, model):
+        sharded = fully_shard(module, mesh=mesh)
+        sharded.set_gradient_divide_factor(1.0)  # gradients of ranks are shares of a sum
+        sharded.set_force_sum_reduction_for_comms(True)  # as NCCL has the factor only
+    got = run(model, inputs)
+    assert got.keys() == oracle.keys()
+    for key in sorted(got):
+        value = got[key]
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert (key == "sample") == (whole is value)
+        assert check_rounded(key, whole, oracle[key], [x[key] for x in noisy]).ok, key
 
 
 @on_ranks(2)

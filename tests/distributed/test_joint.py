@@ -166,17 +166,26 @@ def test_sinks_a_cap_and_other_dtypes() -> None:
 @on_ranks(3)
 def test_a_mask_of_each_batch_entry() -> None:
     """Two prompts in a batch, as for guidance, of which one is shorter."""
-    layout, rank = joint(where="last"), dist.get_rank()
-    lens = [SEQLEN, VIDEO + 2]
-    each = [Mask.of(SEQLEN, SEQLEN, [Slice(0, SEQLEN, 0, length)]) for length in lens]
-    inputs = random_qkv(batch=2, seqlen_q=SEQLEN, nheads=4, headdim=8)
-    q, k, v, _ = (layout.shard(x, rank) for x in inputs)
-    out = ring_attention(q, k, v, mask=each, layout=layout)
-    for entry, mask in enumerate(each):
-        one = ring_attention(*(x[entry : entry + 1] for x in (q, k, v)), mask=mask, layout=layout)
-        check = Inputs(*(x[entry : entry + 1] for x in inputs))
-        check_call(check, mask, (layout, layout), entry, mask=mask)
-        torch.testing.assert_close(out[entry : entry + 1], one)
+    for where in ("first", "last"):
+        layout, rank = joint(where=where), dist.get_rank()
+        each = [with_prompt(length, where) for length in (TEXT, 2)]
+        inputs = random_qkv(batch=2, seqlen_q=SEQLEN, nheads=4, headdim=8)
+        q, k, v, _ = (layout.shard(x, rank) for x in inputs)
+        out = ring_attention(q, k, v, mask=each, layout=layout)
+        for entry, mask in enumerate(each):
+            rows = [x[entry : entry + 1] for x in (q, k, v)]
+            check = Inputs(*(x[entry : entry + 1] for x in inputs))
+            check_call(check, mask, (layout, layout), (where, entry), mask=mask)
+            one = ring_attention(*rows, mask=mask, layout=layout)
+            torch.testing.assert_close(out[entry : entry + 1], one)
+
+
+def with_prompt(length: int, where: str) -> Mask:
+    """Return a mask that hides the padding of a shorter prompt."""
+    if where == "last":
+        return Mask.of(SEQLEN, SEQLEN, [Slice(0, SEQLEN, 0, VIDEO + length)])
+    prompt, video = Slice(0, SEQLEN, 0, length), Slice(0, SEQLEN, TEXT, SEQLEN)
+    return Mask.of(SEQLEN, SEQLEN, [prompt, video])
 
 
 FRAMES, ROWS = 4, 6

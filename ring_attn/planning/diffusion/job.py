@@ -25,11 +25,6 @@ def sized(
     """Return a transformer with its sizes: of the real module where it can be traced.
 
     Else they are estimates, except for the weights if diffusers can build the module.
-
-    Example:
-        >>> from ring_attn.planning.diffusion.config import read_transformer
-        >>> len(sized(read_transformer("flux.1-dev")).kinds)
-        57
     """
     try:
         return trace(config, dtype, training=training)

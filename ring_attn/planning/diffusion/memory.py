@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.planning.diffusion.attention import result_bytes
 from ring_attn.planning.diffusion.job import DiffusionJob
@@ -16,6 +18,8 @@ from ring_attn.planning.model.memory import (
     sharded_weights,
 )
 
+GATHERED = "of two blocks, and those outside of them"
+
 
 def memory_of(job: DiffusionJob, attention_bytes: float, communicator_bytes: float) -> Memory:
     """Return the memory of a rank.
@@ -25,7 +29,7 @@ def memory_of(job: DiffusionJob, attention_bytes: float, communicator_bytes: flo
     kept, working = _kept(job), _one_block(job)
     outside = max(_after(job), _before(job) - kept)  # before the first block nothing is kept
     in_block = working + attention_bytes >= outside
-    weights = of_weights(job, 0) if job.is_training else _of_inference(job)
+    weights = _of_training(job) if job.is_training else _of_inference(job)
     words = f"kept for the backward, recomputation: {job.recompute}"
     parts = [
         *weights,
@@ -40,6 +44,14 @@ def memory_of(job: DiffusionJob, attention_bytes: float, communicator_bytes: flo
     return Memory((*parts, *of_device(job, moving, communicator_bytes)))
 
 
+def _of_training(job: DiffusionJob) -> list[Part]:
+    """Return the bytes of weights, gradients and optimizer."""
+    return [
+        replace(part, words=GATHERED) if part.name == "gathered weights" else part
+        for part in of_weights(job, 0)
+    ]
+
+
 def _of_inference(job: DiffusionJob) -> list[Part]:
     """Return the bytes of weights that have no gradients."""
     sharded, ranks = sharded_weights(job, 0), job.degrees.fsdp
@@ -48,7 +60,7 @@ def _of_inference(job: DiffusionJob) -> list[Part]:
     words = dtype_name(job.weight_dtype) + (f", shared by {ranks} ranks" if ranks > 1 else "")
     return [
         Part("weights", sharded * job.weight_dtype.itemsize, words),
-        Part("gathered weights", gathered * job.dtype.itemsize, "of two blocks, and outside"),
+        Part("gathered weights", gathered * job.dtype.itemsize, GATHERED),
     ]
 
 

@@ -115,6 +115,10 @@ def advice(plan: DiffusionPlan) -> list[str]:
         f'        transformer, mesh["cp"], layout="{plan.attention.layout}",',
         f"        strategy={strategy})",
     ]
+    if degrees.fsdp > 1:
+        lines.append(
+            "    # then fully_shard of each block and of the transformer: examples/fsdp2.py"
+        )
     return lines + (_checkpointing(plan.job.recompute) if plan.job.is_training else [])
 
 
