@@ -193,7 +193,10 @@ BOTH: list[Bad] = [
     value_error("nccl_max_ctas|65", transport(nccl_max_ctas=65)),
     value_error("spare_sms|-1", transport(spare_sms=-1)),
     type_error("one_communicator|1", transport(one_communicator=1)),
-    value_error("for 2 ranks, as the group has|world_size=3", layout=zigzag(SEQLEN, 3)),
+    value_error(
+        "as the group has|world_size=3|pass a layout for 2",
+        layout=zigzag(SEQLEN, 3),
+    ),
     value_error(
         "must have 6 rows|pass this rank's shard",
         q=x(1, SEQLEN, 4, 8),
@@ -291,7 +294,10 @@ DECODE: list[Bad] = [
 
 UNSHARD: list[Bad] = [
     value_error("must have 6 rows|got 7", x=x(1, ROWS + 1, 4)),
-    value_error("for 2 ranks, as the group has|world_size=4", layout=zigzag(SEQLEN, 4)),
+    value_error(
+        "as the group has|world_size=4|pass a layout for 2",
+        layout=zigzag(SEQLEN, 4),
+    ),
     value_error("dim", dim=3),
     value_error("meta", x=x(1, ROWS, 4, device="meta")),
 ]

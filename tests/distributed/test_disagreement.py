@@ -339,6 +339,15 @@ def test_groups_in_another_order_are_named(formed: bool, late: bool) -> None:
 
 
 @on_ranks(2)
+def test_functions_that_differ_are_named() -> None:
+    """Both ranks compare numbers of rows first, each in its own call."""
+    group, x = dist.new_group(), torch.ones(1, 4, 2, 8)
+    run = tree_decode if dist.get_rank() else ring_attention
+    got = everyone(ended(partial(run, x, x, x, group=group)))
+    assert all(says(x.text, "ring_attention|tree_decode|Make the same calls") for x in got), got
+
+
+@on_ranks(2)
 def test_a_backward_left_out_is_named() -> None:
     """A rank ends after its forward: nothing is known of it but that it does not wait."""
     group, rank = dist.new_group(), dist.get_rank()

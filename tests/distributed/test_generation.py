@@ -14,9 +14,10 @@ from torch import Tensor
 from ring_attn.integrations.transformers import register
 from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close
-from tests.distributed.pool import Pools
+from tests.distributed.pool import Pools, on_ranks
 from tests.distributed.test_transformers import NUM_PROMPT, SEQLEN, both, make_prompt
 from tests.hf_models import CONFIGS, HYBRIDS, make_batch, make_model, yardstick
+from tests.refusals import refused
 
 NUM_TOKENS = 18
 
@@ -135,3 +136,12 @@ def test_a_cache_goes_on_and_is_reordered(
     model.generation_config.eos_token_id = None
     expected = run(model, past_key_values=transformers.DynamicCache(config=model.config))
     assert all(torch.equal(got, expected) for got in ranks(2).run(sharded, run, family))
+
+
+@on_ranks(2)
+def test_a_cache_of_transformers_is_refused() -> None:
+    """Every rank would read the whole prompt as its own rows."""
+    with register(layout="zigzag"):
+        model = make_model("llama", "ring_attn")
+        with refused(ValueError, "DynamicCache|pass past_key_values=ring.cache(model)"):
+            model.generate(make_prompt(), max_new_tokens=2, do_sample=False)

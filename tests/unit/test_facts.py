@@ -298,3 +298,5 @@ def test_remedies_follow_from_what_differs() -> None:
     assert text("causal", "nheads").endswith("Pass the same causal on every rank")
     assert "torch.no_grad" in text("requires_grad") and "SequenceLayout" in text("seqlen_q")
     assert "skipped or repeated a step" in text("step")
+    # The default of softmax_scale follows from the head dim.
+    assert "the same sizes and dtype" in text("headdim", "headdim_v", "softmax_scale")
