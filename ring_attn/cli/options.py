@@ -326,15 +326,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that say how ranks share a model."""
-    for name, text in (
-        ("cp", "ranks that share each sequence (default: all ranks / (tp x pp))"),
-        ("tp", "ranks that share each layer (tensor parallelism; default: 1)"),
-        ("pp", "stages of a pipeline (default: 1)"),
-        ("ep", "ranks that share the experts (default: 1)"),
-        ("fsdp", "ranks that share weights and optimizer (default: all ranks / (tp x pp))"),
-        ("microbatches", "batches of a step (default: the number of stages)"),
+    for name, noun, text in (
+        ("cp", "ranks", "ranks that share each sequence (default: all ranks / (tp x pp))"),
+        ("tp", "ranks", "ranks that share each layer (tensor parallelism; default: 1)"),
+        ("pp", "stages", "stages of a pipeline (default: 1)"),
+        ("ep", "ranks", "ranks that share the experts (default: 1)"),
+        (
+            "fsdp",
+            "ranks",
+            "ranks that share weights and optimizer (default: all ranks / (tp x pp))",
+        ),
+        ("microbatches", "batches", "batches of a step (default: the number of stages)"),
     ):
-        parser.add_argument(f"--{name}", type=count_of("ranks"), metavar="N", help=text)
+        parser.add_argument(f"--{name}", type=count_of(noun), metavar="N", help=text)
 
 
 def _add_candidates(parser: argparse.ArgumentParser) -> None:
