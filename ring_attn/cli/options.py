@@ -468,7 +468,7 @@ def tune(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--kernels",
-        type=names_of(KERNELS),
+        type=names_of(KERNELS, may_be_empty=False),
         default=",".join(KERNELS),
         help=f"some of {','.join(KERNELS)} (default: all)",
     )
