@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn.bench.benchmark import Benchmark, Outputs
+from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.rows import Row, figure, key, length
 from ring_attn.cli.arguments import progress
 from ring_attn.cli.bench_options import COMM_ITERS, COMM_SIZES
@@ -142,9 +143,17 @@ def setting_of(args: argparse.Namespace) -> CommSetting:
     device = checked_device(args.device, world_size)
     largest = SMALL if args.quick or device == "cpu" else COMM_SIZES[-1]
     sizes = tuple(size for size in COMM_SIZES if size <= largest)
+    sizes = tuple(sorted(args.sizes or sizes))
+    if sizes[0] < ALIGNED * world_size:
+        raise ValueError(
+            f"--size must be at least {ALIGNED} bytes for each of {world_size} ranks, which are "
+            f"{ALIGNED * world_size}, got {sizes[0]}"
+        )
+    what = f"messages of {length(sizes[-1])} bytes"
+    check_tensors(what, sizes[-1] * world_size, device, world_size=world_size)
     return CommSetting(
         ops=args.ops,
-        sizes=tuple(sorted(args.sizes or sizes)),
+        sizes=sizes,
         world_size=world_size,
         device=device,
         threads=args.threads,

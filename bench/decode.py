@@ -19,6 +19,7 @@ from torch import Tensor
 import ring_attn
 from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.implementations import reason
+from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.peers import installed
 from ring_attn.bench.roofs import copy_gbps
 from ring_attn.bench.rows import Row, figure, key, length
@@ -218,7 +219,7 @@ def setting_of(args: argparse.Namespace) -> DecodeSetting:
             f"--queries must be at most the shortest length of --seqlen, {min(seqlens)}, got "
             f"{queries}"
         )
-    return DecodeSetting(
+    setting = DecodeSetting(
         impls=args.impls or (DECODE_IMPLEMENTATIONS if on_gpu else ("ours", "torch")),
         batches=batches,
         seqlens=seqlens,
@@ -232,6 +233,10 @@ def setting_of(args: argparse.Namespace) -> DecodeSetting:
         threads=args.threads,
         iters=args.iters or (3 if args.quick else DECODE_ITERS),
     )
+    for case in setting.cases():
+        what = f"caches of {case.batch} x {length(case.seqlen)} rows"
+        check_tensors(what, case.nbytes(setting.dtype), device, world_size=world_size)
+    return setting
 
 
 # -- within a rank

@@ -19,6 +19,7 @@ from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.implementations import Implementation, Ours, Shape, reason
 from ring_attn.bench.judge import OracleJudge
+from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.peers import PEERS
 from ring_attn.bench.roofs import Roofs, measure_roofs
 from ring_attn.bench.rows import Row, figure, key, length
@@ -305,6 +306,8 @@ def setting_of(args: argparse.Namespace) -> CellSetting:
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     setting = replace(default, **{**given, "device": device})
     for problem in setting.problems():
+        what = f"q, k, v and out of {problem.batch} x {length(problem.seqlen)} rows"
+        check_tensors(what, problem.nbytes("fwd"), device.type)
         _ = problem.mask  # refuses masks with too many slices
     return setting
 

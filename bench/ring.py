@@ -23,6 +23,7 @@ from ring_attn.backends.base import Backend
 from ring_attn.bench import implementations as one_device
 from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.implementations import DIRECTIONS, Shape, reason
+from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.predictions import Plan, cluster_of, plan, strategies_of
 from ring_attn.bench.ring_implementations import Dense, Ours, RingCase, RingImpl, without_compute
 from ring_attn.bench.ring_peers import RING_PEERS
@@ -308,6 +309,8 @@ def setting_of(args: argparse.Namespace) -> RingSetting:
         cluster=args.cluster,
     )
     for case in setting.cases():
+        what = f"q, k, v and out of {case.shape.batch} x {length(case.shape.seqlen)} rows"
+        check_tensors(what, case.shape.nbytes("fwd"), device, world_size=case.world_size)
         _ = case.shape.mask  # refuses masks with too many slices
     return setting
 

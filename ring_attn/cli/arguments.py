@@ -132,8 +132,8 @@ def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
     """Parse query and kv heads: "32/8,16" is ((32, 8), (16, 16))."""
     pairs = []
     for part in text.split(","):
-        q, _, kv = part.partition("/")
-        heads, kv_heads = parse_size(q), parse_size(kv or q)
+        q, slash, kv = part.partition("/")
+        heads, kv_heads = parse_size(q), parse_size(kv if slash else q)
         if heads % kv_heads:
             raise argparse.ArgumentTypeError(
                 f"{part!r}: the number of query heads must be a multiple of the kv heads"
@@ -145,7 +145,7 @@ def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
 def parse_head_dims(text: str) -> tuple[tuple[int, int], ...]:
     """Parse head dims of q and k, and of v: "128,192/128" is ((128, 128), (192, 128))."""
     pairs = (part.partition("/") for part in text.split(","))
-    return tuple((parse_size(qk), parse_size(v or qk)) for qk, _, v in pairs)
+    return tuple((parse_size(qk), parse_size(v if slash else qk)) for qk, slash, v in pairs)
 
 
 def names_of(
@@ -259,7 +259,7 @@ def show(value: float | None, form: str) -> str:
 
 def format_size(size: int) -> str:
     """Return the shortest text that `parse_size` reads as `size`: 8192 -> "8k", 113 -> "113"."""
-    for suffix, shown in (("g", "G"), ("m", "M"), ("k", "k")):
+    for suffix, shown in (("t", "T"), ("g", "G"), ("m", "M"), ("k", "k")):
         if size and size % SUFFIXES[suffix] == 0:
             return f"{size // SUFFIXES[suffix]}{shown}"
     return str(size)

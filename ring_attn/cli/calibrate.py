@@ -17,6 +17,7 @@ from torch import Tensor
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.backends.rates import Rate
+from ring_attn.bench.limits import check_tensors
 from ring_attn.cli.arguments import command_line, progress, write_json
 from ring_attn.cli.env import machine
 from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
@@ -132,6 +133,13 @@ def calibrate(args: argparse.Namespace) -> tuple[Cluster, Samples]:
         rows=QUICK_ROWS if args.quick else ROWS,
         messages=QUICK_MESSAGES if args.quick else MESSAGES,
         repeats=QUICK_REPEATS if args.quick else REPEATS,
+    )
+    row_bytes = 4 * args.heads * args.head_dim * args.dtype.itemsize
+    check_tensors(
+        f"q, k, v and out of {max(setting.rows)} rows on each rank",
+        world_size * max(setting.rows) * row_bytes,
+        kind,
+        world_size=world_size,
     )
     leave_to_ranks()
     ranks = run_ranks(measure, world_size, setting, threads=args.threads, device=kind)

@@ -128,6 +128,7 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
                 # argparse would ignore the value.
                 parser.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
         args = parser.parse_args(options)
+        check_files_differ(args)
         if command.loads:
             load()
         module = import_module(command.module)
@@ -146,6 +147,20 @@ def _run(prog: str, command: Command, options: list[str]) -> int:
         print(f"{parser.prog}: {text}", file=sys.stderr)
         return EXIT_USAGE
     return status
+
+
+def check_files_differ(args: argparse.Namespace) -> None:
+    """Refuse one file for two outputs, of which the second would replace the first."""
+    written: dict[str, str] = {}
+    for option in ("json", "csv", "plot"):
+        path = getattr(args, option, None)
+        if path is None or (path.exists() and not path.is_file()):  # such as /dev/stdout
+            continue
+        other = written.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise ValueError(
+                f"--{other} and --{option} must be different files, got {str(path)!r} for both"
+            )
 
 
 def load() -> None:

@@ -340,19 +340,20 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that say how ranks share a model."""
-    for name, text in (
-        ("cp", "ranks that share each sequence (default: all ranks / (tp x pp))"),
-        ("tp", "ranks that share each layer (tensor parallelism; default: 1)"),
-        ("pp", "stages of a pipeline (default: 1)"),
-        ("ep", "ranks that share the experts (default: 1)"),
+    for name, noun, text in (
+        ("cp", "ranks", "ranks that share each sequence (default: all ranks / (tp x pp))"),
+        ("tp", "ranks", "ranks that share each layer (tensor parallelism; default: 1)"),
+        ("pp", "stages", "stages of a pipeline (default: 1)"),
+        ("ep", "ranks", "ranks that share the experts (default: 1)"),
         (
             "fsdp",
+            "ranks",
             "ranks that share weights and optimizer (default: all ranks / (tp x pp), or 1 with "
             "--steps)",
         ),
-        ("microbatches", "batches of a step (default: the number of stages)"),
+        ("microbatches", "batches", "batches of a step (default: the number of stages)"),
     ):
-        parser.add_argument(f"--{name}", type=count_of("ranks"), metavar="N", help=text)
+        parser.add_argument(f"--{name}", type=count_of(noun), metavar="N", help=text)
 
 
 def _add_candidates(parser: argparse.ArgumentParser) -> None:
@@ -482,7 +483,7 @@ def tune(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--kernels",
-        type=names_of(KERNELS),
+        type=names_of(KERNELS, may_be_empty=False),
         default=",".join(KERNELS),
         help=f"some of {','.join(KERNELS)} (default: all)",
     )

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, cycle, takewhile
+from pathlib import Path
 
 import torch
 
@@ -62,17 +63,35 @@ def run(args: argparse.Namespace) -> int:
     """Plan a call, while the strategies of --load are registered; return 1 if --check fails."""
     with ExitStack() as stack:
         if args.load is not None:
-            if not args.load.is_file():
-                raise ValueError(f"--load: there is no file {str(args.load)!r}")
-            for value in runpy.run_path(str(args.load)).values():
-                if isinstance(value, StrategyCode):
-                    stack.enter_context(registered(value))
+            for strategy in strategies_of_file(args.load):
+                stack.enter_context(registered(strategy))
         _check_strategies(args.strategies)
         transformer = None if args.model is None else read_transformer(args.model)
         if transformer is not None:
             return run_diffusion(args, transformer)
         plan_model.check_options(args)
         return run_plan(args) if args.model is None else run_model(args)
+
+
+def strategies_of_file(path: Path) -> list[StrategyCode]:
+    """Run a Python file, and return the strategies among its variables.
+
+    Raises:
+        ValueError: there is no such file, it is not Python, or it has no strategy.
+    """
+    if not path.is_file():
+        raise ValueError(f"--load: there is no file {str(path)!r}")
+    try:
+        compile(path.read_bytes(), str(path), "exec")  # `run_path` would show a traceback
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"--load: {path} is not a file of Python: {error}") from None
+    found = [x for x in runpy.run_path(str(path)).values() if isinstance(x, StrategyCode)]
+    if not found:
+        raise ValueError(
+            f"--load: {path} has no variable that is a strategy: assign one, as "
+            "examples/own_strategy.py does"
+        )
+    return found
 
 
 def _check_strategies(names: Sequence[str] | None) -> None:
@@ -191,6 +210,11 @@ def check_simulated(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--check works for at most {MAX_CHECKED} ranks, because it lists the tiles of every "
             f"pair of ranks, got {args.world_size}"
+        )
+    if args.exact and args.world_size > MAX_EXACT:
+        raise ValueError(
+            f"--exact works for at most {MAX_EXACT} ranks, because it simulates every rank, got "
+            f"{args.world_size}"
         )
     if args.plot is not None and args.world_size > MAX_EXACT:
         raise ValueError(

@@ -51,6 +51,8 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--steps is of transformers of diffusers, and --model is not one")
     if args.fits and args.target is not None:
         raise ValueError("pass --fits or --target, not both")
+    if args.quick and (args.fits or args.target is not None):
+        raise ValueError("--quick is not used with --fits and --target, which need the search")
     if args.fits:
         refuse_both(args, "--fits", "seqlen", "finds the length")
         refuse_both(args, "--fits", "documents", "plans one document")
@@ -72,6 +74,7 @@ def _refuse_options_of_a_call(args: argparse.Namespace) -> None:
         ("--no-causal", args.causal is False),
         ("--no-backward", args.backward is False),
         ("--check", args.check),
+        ("--replicated", args.replicated > 0),
         ("--plot", args.plot is not None),
     ):
         if is_given:

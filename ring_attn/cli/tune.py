@@ -19,6 +19,7 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.implementations import Ours, Shape, reason
 from ring_attn.bench.judge import OracleJudge
 from ring_attn.bench.kernel import parse_device
+from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import TimedCall, Watch, free_memory, time_in_turn
 from ring_attn.cli.arguments import progress, show
@@ -362,7 +363,9 @@ def setting_of(args: argparse.Namespace) -> TuneSetting:
         iters=ITERS if on_gpu else 1,
         repeats=REPEATS if on_gpu else 2,
     )
-    refused = TritonBackend().supports(setting.problem_of("fwd").spec, explicit=True)
+    problem = setting.problem_of("fwd")
+    check_tensors(f"q, k, v and out of {problem.seqlen} rows", problem.nbytes("fwd"), device.type)
+    refused = TritonBackend().supports(problem.spec, explicit=True)
     if refused is not None:
         raise ValueError(f"backend triton {refused}")
     return setting

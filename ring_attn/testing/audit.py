@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import math
 import os
@@ -15,7 +16,7 @@ import torch
 
 from ring_attn.core.names import AUDITED_SIZES
 from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, distance, stacked
-from ring_attn.testing.launch import run_forked
+from ring_attn.testing.launch import check_memory, run_forked
 from ring_attn.testing.observe import Change, Outcome, Step, run_step
 from ring_attn.testing.rounding import rounding_bound
 from ring_attn.testing.trials import listed
@@ -27,6 +28,9 @@ NUM_NOISY = 8
 # Modules that every rank needs, and those that it needs for models of transformers.
 PRELOADED = ("ring_attn.testing.audit",)
 PRELOADED_TRANSFORMERS = ("transformers.modeling_utils",)
+
+# Names in a file that may define others, or which hide that.
+DYNAMIC = {"*", "__getattr__", "exec", "globals", "setattr", "vars"}
 
 # The largest number of ranks that is audited without being asked for.
 MOST_RANKS = 7
@@ -93,8 +97,8 @@ def audit(
         The report: `ok`, and a diagnosis for each world size; `print` shows it.
 
     Raises:
-        ValueError: there are no world sizes, there is no such file, or ranks exist already
-            (torchrun).
+        ValueError: there are no world sizes, or more ranks than this machine has memory for; there
+            is no such file, or it has no such function; or ranks exist already (torchrun).
         AttributeError: ranks cannot import the function by its name. pickle may raise other errors.
         RuntimeError: the step raised an error on a rank (the text has its traceback), does not
             return a model, or needs more memory than the machine has; or two runs of the twin
@@ -105,6 +109,7 @@ def audit(
     sizes = (given,) if isinstance(given, int) else as_ints("world_size", given)
     if not sizes or min(sizes) < 2:
         raise ValueError(f"world_size must be numbers of at least 2 ranks, got {world_size}")
+    check_memory(max(sizes))
     function = in_file(step) if isinstance(step, str) else step
     uses_transformers = tiny or "transformers" in sys.modules or _mentions_transformers(step)
     preload = [*PRELOADED, *(PRELOADED_TRANSFORMERS if uses_transformers else ())]
@@ -207,7 +212,42 @@ def in_file(step: str) -> Step:
         )
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path!r}, of which {name!r} should be audited")
+    check_defines(Path(path), name)
     return partial(_call, Path(path).resolve(), name)
+
+
+def check_defines(path: Path, name: str) -> None:
+    """Check that a file is Python and has a name, without running it.
+
+    Raises:
+        ValueError: the file cannot be parsed, or nothing in it defines or imports the name.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        where = "" if line is None else f" in line {line}"
+        raise ValueError(f"{path} is not a file of Python: {error.args[0]}{where}") from None
+    nodes = list(ast.walk(tree))
+    bound = {_bound_name(node) for node in nodes}
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if name in bound or DYNAMIC & (bound | used):
+        return
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    known = f"pass one of {', '.join(functions)}" if functions else "it defines no function"
+    raise ValueError(f"{path} has no function {name!r}: {known}")
+
+
+def _bound_name(node: ast.AST) -> str | None:
+    """Return the name that a node of a file defines, imports or assigns."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return node.name
+        case ast.Name(ctx=ast.Store()):
+            return node.id
+        case ast.alias():
+            return node.asname or node.name
+    return None
 
 
 def _call(path: Path, name: str) -> object:

@@ -129,10 +129,14 @@ def run_forked(
     return _launch(work, nproc, threads, timeout, "forkserver")
 
 
+def machine_bytes() -> int:
+    """Return the memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def check_memory(nproc: int) -> None:
     """Refuse more ranks than this machine has memory for."""
-    needed = nproc * RANK_BYTES
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, memory = nproc * RANK_BYTES, machine_bytes()
     if needed > memory:
         raise ValueError(
             f"{nproc} ranks need at least {needed / 2**30:.4g} GiB, this machine has "

@@ -214,6 +214,61 @@ MISTAKES: list[tuple[list[str], str]] = [
 ]
 
 
+# Files that commands of the next table are given.
+FILES = {
+    "text.txt": "no JSON, no Python",
+    "list.json": "[1, 2]",
+    "empty.json": "{}",
+    "other.json": json.dumps({"bench": "kernel", "rows": [], "machine": {}}),
+    "sizes.json": json.dumps({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": "x"}),
+    "lengths.txt": "8k many",
+    "good.py": "number = 3\ndef step(): pass\n",
+    "broken.py": "a = 1\nthis is no Python\n",
+}
+MODEL = ["plan", "--model", "llama-3-8b"]
+MISTAKES += [
+    (["audit", "broken.py:step"], "broken.py is not a file of Python: invalid syntax in line 2"),
+    (["audit", "good.py:other"], "good.py has no function 'other': pass one of step"),
+    (["audit", "good.py:step", "--world-size", "100000"], "100000 ranks need at least"),
+    (["audit", "good.py:step", "--world-size", "1"], "numbers of at least 2 ranks, got [1]"),
+    (["plan", *PLAN, "--cluster", "text.txt"], "text.txt is not a calibration"),
+    (["plan", *PLAN, "--cluster", "list.json"], "list.json is not a calibration"),
+    (["plan", *PLAN, "--cluster", "."], "--cluster must not be a folder"),
+    (["plan", *PLAN, "--load", "text.txt"], "--load: text.txt is not a file of Python"),
+    (["plan", *PLAN, "--load", "good.py"], "good.py has no variable that is a strategy"),
+    (["plan", *PLAN, "--world-size", "512", "--exact"], "--exact works for at most 256 ranks"),
+    (["plan", *PLAN, "--plot", "a.gif"], "a picture must be a file that ends in .svg or .png"),
+    (["plan", *PLAN, "--plot", "a.svg", "--json", "a.svg"], "--json and --plot must be different"),
+    (["plan", *PLAN, "--replicated", "2M"], "replicated=2097152 rows must be the first of"),
+    (["plan", *PLAN, "--kv-heads", "5"], "must be a multiple of nheads_kv, got 32 and 5"),
+    (["plan", *PLAN, "--fits"], "--fits needs --model"),
+    (["plan", "--model", "text.txt", *PLAN], "text.txt is not a config.json of a model"),
+    (["plan", "--model", "list.json", *PLAN], "list.json is not a config.json of a model"),
+    ([*MODEL, *PLAN, "--microbatches", "0"], "'0' is not a number of batches"),
+    ([*MODEL, *PLAN, "--replicated", "8"], "--replicated is not used with --model"),
+    ([*MODEL, *PLAN[2:], "--fits", "--quick"], "--quick is not used with --fits"),
+    ([*MODEL, *PLAN, "--heads", "4"], "--heads is not used with --model, whose config gives it"),
+    (["bench", "ring", "--mask", "docs:lengths.txt"], "docs:lengths.txt: 'many' is not a size"),
+    (["bench", "ring", "--compare", "text.txt"], "--compare: text.txt cannot be read as JSON"),
+    (["bench", "ring", "--compare", "empty.json"], "empty.json is not the report of a benchmark"),
+    (["bench", "ring", "--compare", "other.json"], "other.json is of `ring-attn bench kernel`"),
+    (["bench", "ring", "--seqlen", "1T"], "q, k, v and out of 1 x 1T rows need at least"),
+    (["bench", "ring", "--batch", "1G"], "1073741824 x 8k rows need at least"),
+    (["bench", "ring", "--world-size", "100000"], "100000 ranks need at least"),
+    (["bench", "kernel", "--seqlen", "1T"], "q, k, v and out of 1 x 1T rows need at least"),
+    (["bench", "kernel", "--head-dim", "64,7G"], "GiB: pass smaller sizes"),
+    (["bench", "kernel", "--head-dim", "128/"], "'' is not a size"),
+    (["bench", "kernel", "--heads", "8/"], "'' is not a size"),
+    (["bench", "decode", "--seqlen", "1T"], "caches of 1 x 1T rows need at least"),
+    (["bench", "comm", "--size", "1T"], "messages of 1T bytes need at least"),
+    (["bench", "comm", "--size", "1"], "--size must be at least 64 bytes for each of 2 ranks"),
+    (["calibrate", "--head-dim", "1G"], "rows on each rank need at least"),
+    (["tune", "--device", "cpu", "--heads", "1G"], "q, k, v and out of 128 rows need at least"),
+    (["tune", "--device", "cpu", "--kernels", ""], "must be some of fwd, dkdv, dq, got ''"),
+    (["bench", "ring", "--csv", "a", "--json", "./a"], "--json and --csv must be different files"),
+]
+
+
 @pytest.mark.parametrize(("words", "text"), MISTAKES, ids=lambda value: str(value)[:60])
 def test_a_mistake_is_one_line_and_status_2(
     words: list[str],
@@ -224,9 +279,11 @@ def test_a_mistake_is_one_line_and_status_2(
 ) -> None:
     """Nothing is printed as a result, and no file is written."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    path = tmp_path / "report.json"
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
     if words and "--json" not in words:
-        words = [*words, "--json", str(path)]
+        words = [*words, "--json", "report.json"]
     try:
         status: object = cli.main(words)
     except SystemExit as stop:
@@ -236,7 +293,7 @@ def test_a_mistake_is_one_line_and_status_2(
     lines = output.err.splitlines()
     errors = [line for line in lines if ": running for " not in line]  # signs of life
     assert text in output.err and len(errors) == 1, output.err
-    assert not output.out and not path.exists()
+    assert not output.out and {path.name for path in tmp_path.iterdir()} == {*FILES}
 
 
 def test_mistakes_of_every_command_are_tried() -> None:
