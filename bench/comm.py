@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ring_attn.bench.benchmark import Benchmark, Outputs
-from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.rows import Row, figure, key, length
 from ring_attn.cli.arguments import progress
 from ring_attn.cli.bench_options import COMM_ITERS, COMM_SIZES
@@ -22,6 +21,7 @@ from ring_attn.cli.calibrate import exchange_call
 from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
 from ring_attn.testing.launch import (
     BACKENDS,
+    check_tensors,
     checked_device,
     rank_device,
     run_ranks,
@@ -144,10 +144,11 @@ def setting_of(args: argparse.Namespace) -> CommSetting:
     largest = SMALL if args.quick or device == "cpu" else COMM_SIZES[-1]
     sizes = tuple(size for size in COMM_SIZES if size <= largest)
     sizes = tuple(sorted(args.sizes or sizes))
-    if sizes[0] < ALIGNED * world_size:
+    parts = 1 if args.ops == ("hop",) else world_size
+    if sizes[0] < ALIGNED * parts:
         raise ValueError(
-            f"--size must be at least {ALIGNED} bytes for each of {world_size} ranks, which are "
-            f"{ALIGNED * world_size}, got {sizes[0]}"
+            f"--size must be at least {ALIGNED * parts}, because a rank sends at least {ALIGNED} "
+            f"bytes, got {sizes[0]}"
         )
     what = f"messages of {length(sizes[-1])} bytes"
     check_tensors(what, sizes[-1] * world_size, device, world_size=world_size)

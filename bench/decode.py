@@ -19,7 +19,6 @@ from torch import Tensor
 import ring_attn
 from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.implementations import reason
-from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.peers import installed
 from ring_attn.bench.roofs import copy_gbps
 from ring_attn.bench.rows import Row, figure, key, length
@@ -37,6 +36,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.testing import check, dense_gradients, plain_attention
 from ring_attn.testing.launch import (
+    check_tensors,
     checked_device,
     rank_device,
     run_ranks,

@@ -19,7 +19,6 @@ from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.implementations import Implementation, Ours, Shape, reason
 from ring_attn.bench.judge import OracleJudge
-from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.peers import PEERS
 from ring_attn.bench.roofs import Roofs, measure_roofs
 from ring_attn.bench.rows import Row, figure, key, length
@@ -42,6 +41,7 @@ from ring_attn.cli.bench_options import (
 from ring_attn.cli.masks import MaskChoice
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.testing import Inputs
+from ring_attn.testing.launch import check_tensors
 
 # The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0

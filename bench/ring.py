@@ -23,7 +23,6 @@ from ring_attn.backends.base import Backend
 from ring_attn.bench import implementations as one_device
 from ring_attn.bench.benchmark import Benchmark, Outputs
 from ring_attn.bench.implementations import DIRECTIONS, Shape, reason
-from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.predictions import Plan, cluster_of, plan, strategies_of
 from ring_attn.bench.ring_implementations import Dense, Ours, RingCase, RingImpl, without_compute
 from ring_attn.bench.ring_peers import RING_PEERS
@@ -40,6 +39,7 @@ from ring_attn.core.strategy import Strategy
 from ring_attn.planning.devices import Cluster
 from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients, random_qkv
 from ring_attn.testing.launch import (
+    check_tensors,
     checked_device,
     rank_device,
     run_ranks,

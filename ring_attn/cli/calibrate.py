@@ -17,7 +17,6 @@ from torch import Tensor
 from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.backends.rates import Rate
-from ring_attn.bench.limits import check_tensors
 from ring_attn.cli.arguments import command_line, progress, write_json
 from ring_attn.cli.env import machine
 from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
@@ -28,7 +27,13 @@ from ring_attn.core.state import State
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.cluster import Cluster, Device, Host, Link, compute_seconds
 from ring_attn.planning import devices
-from ring_attn.testing.launch import checked_device, rank_device, run_ranks, timed_on_ranks
+from ring_attn.testing.launch import (
+    check_tensors,
+    checked_device,
+    rank_device,
+    run_ranks,
+    timed_on_ranks,
+)
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.groups import check_group
 from ring_attn.transport.options import TransportOptions

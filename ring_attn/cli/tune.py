@@ -19,7 +19,6 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.implementations import Ours, Shape, reason
 from ring_attn.bench.judge import OracleJudge
 from ring_attn.bench.kernel import parse_device
-from ring_attn.bench.limits import check_tensors
 from ring_attn.bench.report import Report
 from ring_attn.bench.timing import TimedCall, Watch, free_memory, time_in_turn
 from ring_attn.cli.arguments import progress, show
@@ -27,7 +26,7 @@ from ring_attn.kernels import configs
 from ring_attn.kernels.configs import FOLDED, Config
 from ring_attn.kernels.tuned import GLUON, section, takes_gluon, takes_one_pass
 from ring_attn.testing import Inputs
-from ring_attn.testing.launch import map_in_processes, num_cores
+from ring_attn.testing.launch import check_tensors, map_in_processes, num_cores
 from ring_attn.transport.ranks.configs import CONFIGS_VARIABLE
 from ring_attn.values.outside import Json
 

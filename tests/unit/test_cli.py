@@ -261,7 +261,7 @@ MISTAKES += [
     (["bench", "kernel", "--heads", "8/"], "'' is not a size"),
     (["bench", "decode", "--seqlen", "1T"], "caches of 1 x 1T rows need at least"),
     (["bench", "comm", "--size", "1T"], "messages of 1T bytes need at least"),
-    (["bench", "comm", "--size", "1"], "--size must be at least 64 bytes for each of 2 ranks"),
+    (["bench", "comm", "--size", "1"], "--size must be at least 128, because a rank sends at"),
     (["calibrate", "--head-dim", "1G"], "rows on each rank need at least"),
     (["tune", "--device", "cpu", "--heads", "1G"], "q, k, v and out of 128 rows need at least"),
     (["tune", "--device", "cpu", "--kernels", ""], "must be some of fwd, dkdv, dq, got ''"),
