@@ -182,7 +182,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     Of a transformer of diffusers, the command plans a training step, or with --steps its inference.
     Its rows are those of the text, which --replicated gives, and of the video.
 
-        ring-attn plan --model wan-2.1-14b --seqlen 76k --replicated 512 --world-size 8 --steps 50
+        ring-attn plan --model wan-2.1-14b --seqlen 76k --replicated 512 \\
+            --world-size 8 --steps 50
     """
     _add_call(parser)
     _add_model(parser)
