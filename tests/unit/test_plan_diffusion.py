@@ -211,7 +211,10 @@ def test_inference_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert status == 0 and found["denoising_steps"] == 50 and found["optimizer"] is None
     assert found["degrees"]["fsdp"] == 1 and "gradients" not in found["memory_bytes"]
-    assert "50 denoising steps" in text and "30 x cross-attention, not sent" in text
+    assert (
+        "\n50 denoising steps, predicted time\n" in text
+        and "30 x cross-attention, not sent" in text
+    )
     status, one = planned(tmp_path, WAN, *SIZES, "--no-backward", "--quick", "--quiet")
     assert status == 0 and 50 * one["step_s"] == pytest.approx(found["step_s"])
 

@@ -68,7 +68,7 @@ def step_table(plan: DiffusionPlan) -> str:
     }
     always = {"attention", "other products", "other operators"}
     what = "a training step" if job.is_training else _steps(job)
-    lines = [f"{what + ', predicted':27}time"]
+    lines = [f"{what + ', predicted':26} time"]
     for name, (seconds, words) in rows.items():
         if seconds > 0 or name in always:
             lines.append(f"{name:20}{format_seconds(seconds):>11}  {words}")
