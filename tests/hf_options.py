@@ -51,7 +51,8 @@ TITLE = f"""# Options and heads of Hugging Face models
 Made by `tests/hf_options.py` with transformers {transformers.__version__}: tiny random
 models on 2 ranks, without `attention_mask`. Each row is one option of a config that changes the
 outputs in one process, or a head; other options are the defaults. Where the default is refused,
-options are listed only if they are not refused with the same error.
+options are listed only if they are not refused with the same error. Architectures of the
+[table of models](models.md) that are missing here have not been tried with other options.
 
 - right: all outputs are those of one process, within the bound of the tests
 - refused: an error names the part and the reason

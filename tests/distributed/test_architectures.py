@@ -75,6 +75,15 @@ VARIANTS = [
         Variant("gemma4_text", "Gemma4ForCausalLM", (("use_bidirectional_attention", "all"),)),
         "refused: Gemma4ForCausalLM has use_bidirectional_attention='all'",
     ),
+    (
+        Variant(
+            "t5gemma",
+            "T5GemmaForConditionalGeneration",
+            (("encoder.sliding_window", 8),),
+            "encoder-decoder",
+        ),
+        "right",
+    ),
 ]
 
 

@@ -59,14 +59,16 @@ def split_sequence(trainer_class: HFTrainer) -> HFTrainer:
 
     Args:
         trainer_class: `transformers.Trainer`, `trl.SFTTrainer` or a subclass of either, for causal
-            language models with a registered `attn_implementation`.
+            language models with a registered `attn_implementation`; with `compute_loss_func` also
+            for other losses of tokens. Models that number their own rows get whole batches.
 
     Returns:
         The class. Its constructor raises ValueError if the model has another attention
         implementation, the group is not consecutive ranks or does not divide their number, or
         accelerate's context parallelism is on. It raises NotImplementedError for options that would
-        give wrong results: NEFTune, DeepSpeed, and accelerate's tensor parallelism. The first step
-        raises NotImplementedError if the loss, of the model or of an overridden compute_loss,
+        give wrong results: NEFTune, DeepSpeed, and accelerate's tensor parallelism; and for losses
+        of whole sequences. The first step raises NotImplementedError if the loss, of the model or
+        of an overridden compute_loss,
         differs from the cross-entropy of the logits, as transformers' causal loss computes it.
 
     Raises:
@@ -555,6 +557,12 @@ def check_one_group(trainer: HFTrainer) -> None:
     """
     name, ring = type(trainer.model).__name__, trainer.ring
     world_size = dist.get_world_size()
+    loss = getattr(trainer.model.loss_function, "__name__", None)
+    if loss == "ForCTCLoss":
+        raise NotImplementedError(
+            f"the loss of {name} is {loss}, which is not supported by split_sequence: write your "
+            "own training loop with ring_attn.sync_gradients"
+        )
     if ring.size < world_size:
         raise NotImplementedError(
             f"{name} numbers its rows itself, and its loss may be a mean over the batch of one "

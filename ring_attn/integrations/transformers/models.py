@@ -638,6 +638,11 @@ def window_of(module: nn.Module, kwargs: Keywords, causal: bool) -> tuple[int, i
     transformers' window of n keys includes the query: it has n - 1 other keys.
     """
     size = kwargs.get("sliding_window")
+    of_config = getattr(getattr(module, "config", None), "sliding_window", None)
+    if size is not None and not causal and of_config in (size, size - 1):
+        # Without causality, the masks of transformers reach as far as the config's window. Most
+        # models pass n + 1 for this reason, but T5Gemma passes n.
+        return (of_config, of_config)
     if size is not None:
         return (size - 1, 0 if causal else size - 1)
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -645,7 +650,6 @@ def window_of(module: nn.Module, kwargs: Keywords, causal: bool) -> tuple[int, i
     if types and layer is not None:
         has_window = types[layer] == "sliding_attention"
     else:
-        of_config = getattr(config, "sliding_window", None)
         has_window = "sliding_window" not in kwargs and bool(of_config)
     if has_window:  # transformers would put the window into a mask, and there is no mask here
         raise NotImplementedError(
