@@ -125,7 +125,7 @@ def test_ranks_that_come_after_a_refusal_has_ended_the_calls_of_others(repeats: 
     store = distributed_c10d._get_default_store()
     left = f"{group.group_name} left"
     if rank == 3:
-        with nullcontext() if repeats else mock.patch.object(FailureReport, "_repeat_refusal"):
+        with nullcontext() if repeats else mock.patch.object(FailureReport, "repeat_refusal"):
             with refused(ValueError, "softcap"):
                 layer(group=group, softcap=-1.0)
             got = ended(partial(layer, group=group))

@@ -244,7 +244,7 @@ class FailureReport:
     def poll(self) -> None:
         """Fail if a long wait cannot succeed: a rank has failed, or calls differ."""
         # After a failure, too: a rank that comes later cannot know whether older notes still hold.
-        self._repeat_refusal()
+        self.repeat_refusal()
         if self.error is not None:
             return
         notes = self._connection.notes
@@ -254,7 +254,7 @@ class FailureReport:
         if self.error is None:
             self._poll_wait(notes)
 
-    def _repeat_refusal(self) -> None:
+    def repeat_refusal(self) -> None:
         """Write a refusal down again, as the ranks may meet elsewhere by now."""
         refusal = self._unmet_refusal
         if refusal is None or self._connection.has_met or not refusal.is_due():
