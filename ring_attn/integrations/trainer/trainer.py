@@ -68,8 +68,8 @@ def split_sequence(trainer_class: HFTrainer) -> HFTrainer:
         accelerate's context parallelism is on. It raises NotImplementedError for options that would
         give wrong results: NEFTune, DeepSpeed, and accelerate's tensor parallelism; and for losses
         of whole sequences. The first step raises NotImplementedError if the loss, of the model or
-        of an overridden compute_loss,
-        differs from the cross-entropy of the logits, as transformers' causal loss computes it.
+        of an overridden compute_loss, differs from the cross-entropy of the logits, as
+        transformers' causal loss computes it.
 
     Raises:
         ImportError: transformers or accelerate is not installed.
