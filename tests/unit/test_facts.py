@@ -277,7 +277,7 @@ def test_the_first_position_or_slice_that_differs() -> None:
     [
         (("forward 4", "backward 3"), "global rank 0 skipped a backward", "0 \\* out.sum"),
         (("backward 2", "backward 3"), "ranks run their backwards in different", "same order"),
-        (("refused by ValueError: x", "forward 3"), "global rank 0 refused", "Correct"),
+        (("refused it: ValueError: x", "forward 3"), "global rank 0 refused", "Correct"),
         (("prepare 1", "forward 1"), "ranks are in different calls", "same calls in the same"),
     ],
 )

@@ -116,7 +116,7 @@ class CallLedger:
                 number=next(self.numbers),
                 kind=REFUSED,
                 agreement=NOTHING,
-                note=f" by {describe_error(error)}",
+                note=f" it: {describe_error(error)}",
             )
             self._recent.append(refused)
         return True
