@@ -299,9 +299,9 @@ def check_name(option: str, name: object) -> str:
 
 # Names of arguments in other packages, and what to pass here.
 OTHER_NAMES = {
-    "attention_bias": "no bias: only masks (mask=ring_attn.masks...) and softcap change scores",
+    "attention_bias": "mask=ring_attn.masks... or softcap: a bias is not supported",
     "attention_mask": "cu_seqlens, or mask=ring_attn.masks... of the whole sequence",
-    "attn_bias": "no bias: only masks (mask=ring_attn.masks...) and softcap change scores",
+    "attn_bias": "mask=ring_attn.masks... or softcap: a bias is not supported",
     "attn_mask": "mask=ring_attn.masks.from_dense(...), the mask of the whole sequence",
     "block_mask": "mask=ring_attn.masks.blocks(...)",
     "cu_seqlens_q": "cu_seqlens, the boundaries in the whole sequence",
