@@ -131,6 +131,10 @@ class RankGroup:
         """Return how the facts differ that ranks report in the call under way; None if they agree.
 
         Without a message, so the group stays usable.
+
+        Raises:
+            RuntimeError: a rank is missing, has failed or has refused the call. The group has
+                failed, too.
         """
         notes = self.connection.notes
         assert notes is not None, "the ranks have met"
@@ -142,6 +146,8 @@ class RankGroup:
             return error.found
         except MissingRanksError as error:
             cause = self._missing(error) if error.is_unexplained else str(error)
+            # As it is: the other ranks' errors would else begin with "left its call".
+            self.failure.fail(cause, shared=True)
             place = (
                 f"when {self.member.name} compared its call with those of all ranks, "
                 f"timeout {seconds:g} s"
