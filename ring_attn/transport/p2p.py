@@ -343,7 +343,7 @@ class P2PTransport(Transport):
         """
         channel = self._nccl_channel(batch.channel, batch.device)
         headers, nccl = self._shared.calls.headers, channel.communicator
-        # Of a send and a receive the flight recorder has three entries: all_to_all has one, but
+        # The flight recorder has three entries of a send and a receive. all_to_all has one, but
         # sends 0 bytes to all others.
         receives = [(nccl.recv, [recv], source, 0) for source, recv in batch.receives]
         sends = [(nccl.send, [send], to, 0) for to, send in batch.sends]

@@ -183,7 +183,7 @@ TRAININGS = {
     "liger, three ranks": Training(with_liger, 3),
     "groups": Training(in_groups, 4, where={"layout": "contiguous", "dp": 2}),
     "a stream": Training(streamed),
-    # Of 11 and 7 texts all labels count, not all but the first of each text.
+    # With 11 and 7 texts, all labels count, not all but the first of each text.
     **{
         family: Training(partial(usual, collate="padded, all labels"), where={"family": family})
         for family in DECODERS

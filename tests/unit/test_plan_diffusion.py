@@ -102,7 +102,7 @@ def test_all_ranks_hold_the_text_and_shares_of_the_video() -> None:
     found = parts_of(replace(job, model=model))
     rows = 57 * (9_408 + 512) + (75_264 + 512)
     assert found["activations"] == 2 * rows * 24 * 128 * 2
-    # Of Wan the text is an input of cross-attention only, which all blocks share.
+    # Wan's text is an input of cross-attention only, and all blocks share it.
     job = job_of(WAN, recompute="full")
     model = replace(job.model, outside=replace(job.model.outside, kept=Rowwise()))
     rows = 30 * 9_408 + 75_264

@@ -1,4 +1,4 @@
-"""What fits: recomputation that fits a length, the longest sequence, the fewest ranks."""
+"""Recomputation that makes a length fit, the longest sequence, and the fewest ranks."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _checkpointing(recompute: Recompute) -> list[str]:
         return []
     if recompute == "full":
         return ["    transformer.enable_gradient_checkpointing()"]
-    # Of each block, the results of attention are kept.
+    # The results of attention are kept for each block.
     return [
         "    kept = [torch.ops.ring_attn.attention.default]",
         "    transformer.enable_gradient_checkpointing(partial(checkpoint,",

@@ -1,4 +1,4 @@
-"""What a diffusion transformer takes, as functions of its rows of video and of text."""
+"""Bytes and FLOPs of a diffusion transformer, as functions of its rows of video and text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block takes for each sample, by a rank's rows.
+    """Bytes and FLOPs of a block for each sample, by a rank's rows.
 
     Attributes:
         inputs: bytes of its inputs, which are outputs of the block before.
@@ -90,7 +90,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Outside:
-    """What a transformer takes outside of its blocks for each sample.
+    """Bytes and FLOPs of a transformer outside of its blocks, for each sample.
 
     Everything before the first block runs on the rows of all ranks. So does everything after the
     last one, if `ends_whole`.

@@ -71,7 +71,7 @@ def sized(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> SizedModel
 
 
 class AnyJob(Protocol):
-    """What the jobs of language models and of diffusion transformers have in common."""
+    """Fields that the jobs of language models and of diffusion transformers share."""
 
     @property
     def weights(self) -> Weights: ...
