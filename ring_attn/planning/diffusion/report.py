@@ -10,7 +10,7 @@ from ring_attn.planning.diffusion.fits import DiffusionPlan
 from ring_attn.planning.diffusion.job import DiffusionJob
 from ring_attn.planning.model.fits import MAX_RANKS
 from ring_attn.planning.model.job import Recompute
-from ring_attn.planning.model.report import GB, memory_lines, share_of_peak, wrapped
+from ring_attn.planning.model.report import memory_lines, share_of_peak, shortfall, wrapped
 
 
 def text_of(plan: DiffusionPlan, *, verbose: bool = False) -> str:
@@ -169,17 +169,9 @@ def nothing_fits(
 
     If another recomputation fits on the same ranks, the last line names it.
     """
-    job, memory = plan.job, plan.memory
-    where = f"{job.degrees.world_size} x {job.cluster.device.name}"
-    largest = max((x for x in memory.parts if x.at_peak), key=lambda part: part.nbytes)
-    lines = [
-        f"does not fit: a rank needs {memory.total / GB:,.1f} of {job.memory_bytes / GB:,.1f} GB, "
-        f"{largest.name} {largest.nbytes / GB:,.1f}"
-    ]
-    if longest is None:
-        lines.append(f"no length fits on {where}: {memory.fixed / GB:,.1f} GB are for any length")
-    else:
-        lines.append(f"the longest sequence on {where}: {longest.job.seqlen:,} rows")
+    job = plan.job
+    length = None if longest is None else f"{longest.job.seqlen:,} rows"
+    lines = shortfall(job, plan.memory, job.memory_bytes, length)
     if other is not None:
         lines.append(f"it fits with --recompute {other.job.recompute}")
     elif fewest is None:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from ring_attn.planning.diffusion.config import TransformerConfig
 from ring_attn.planning.diffusion.inputs import INPUTS, Maker, Shape
 from ring_attn.planning.diffusion.sizes import Block, Call, Outside, Rowwise, SizedTransformer
+from ring_attn.planning.model.config import quiet
 from ring_attn.planning.model.sizes import LayerWeights, Weights
 from ring_attn.planning.model.traced import (
     Kept,
@@ -140,22 +141,9 @@ def _build(config: TransformerConfig, dtype: torch.dtype) -> Model:
     found = getattr(transformers, config.class_name, None)
     if found is None:
         raise NotTraceableError(f"diffusers does not have the class {config.class_name}")
-    with _quiet_diffusers(), torch.device("meta"):
+    with quiet("diffusers"), torch.device("meta"):
         model = found.from_config(dict(config.values))
         return model.to(device="meta", dtype=dtype).train()
-
-
-@contextmanager
-def _quiet_diffusers() -> Iterator[None]:
-    """Silence diffusers' warnings, such as those about modules that should stay in float32."""
-    from diffusers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _lists_of_blocks(model: Model, config: TransformerConfig) -> list[nn.ModuleList]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def _completed(values: Mapping[str, Json]) -> dict[str, Json]:
     if model_type not in CONFIG_MAPPING:
         return dict(values)
     try:
-        with quiet_transformers():
+        with quiet("transformers"):
             config = CONFIG_MAPPING[model_type](**values)
     except Exception:  # each class of transformers checks a config in its own way
         return dict(values)
@@ -153,10 +154,9 @@ def _text_config(path: Path) -> dict[str, Json]:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings, such as those about missing kernels and about RoPE."""
-    from transformers.utils import logging
-
+def quiet(package: str) -> Iterator[None]:
+    """Silence the warnings of transformers or diffusers, such as those about missing kernels."""
+    logging = import_module(f"{package}.utils.logging")
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

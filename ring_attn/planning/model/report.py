@@ -169,6 +169,27 @@ def sources(plan: ModelPlan) -> str:
     return "\n".join(map(wrapped, lines))
 
 
+def shortfall(job: AnyJob, memory: Memory, memory_bytes: float, longest: str | None) -> list[str]:
+    """Return two lines: what is missing, and the longest sequence that fits.
+
+    Args:
+        job: the job that does not fit.
+        memory: memory of a rank that the job needs.
+        memory_bytes: memory that a rank has.
+        longest: the longest length that fits, with its unit; None if no length fits.
+    """
+    where = f"{job.degrees.world_size} x {job.cluster.device.name}"
+    largest = max((x for x in memory.parts if x.at_peak), key=lambda part: part.nbytes)
+    fixed = f"{memory.fixed / GB:,.1f} GB are for any length"
+    return [
+        f"does not fit: a rank needs {memory.total / GB:,.1f} of {memory_bytes / GB:,.1f} GB, "
+        f"{largest.name} {largest.nbytes / GB:,.1f}",
+        f"no length fits on {where}: {fixed}"
+        if longest is None
+        else f"the longest sequence on {where}: {longest}",
+    ]
+
+
 def nothing_fits(
     plan: ModelPlan,
     longest: ModelPlan | None,
@@ -179,17 +200,9 @@ def nothing_fits(
 
     If other options fit on the same ranks, the last line names them.
     """
-    job, memory = plan.job, plan.memory
-    where = f"{job.degrees.world_size} x {job.cluster.device.name}"
-    largest = max((x for x in memory.parts if x.at_peak), key=lambda part: part.nbytes)
-    lines = [
-        f"does not fit: a rank needs {memory.total / GB:,.1f} of {job.memory_bytes / GB:,.1f} GB, "
-        f"{largest.name} {largest.nbytes / GB:,.1f}"
-    ]
-    if longest is None:
-        lines.append(f"no length fits on {where}: {memory.fixed / GB:,.1f} GB are for any length")
-    else:
-        lines.append(f"the longest sequence on {where}: {longest.job.seqlen:,} tokens")
+    job = plan.job
+    length = None if longest is None else f"{longest.job.seqlen:,} tokens"
+    lines = shortfall(job, plan.memory, job.memory_bytes, length)
     if other is not None:
         chosen = other.job
         lines.append(f"it fits with --recompute {chosen.recompute} --loss {chosen.loss}")

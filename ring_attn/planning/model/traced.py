@@ -25,7 +25,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from ring_attn.planning.model.config import quiet_transformers
+from ring_attn.planning.model.config import quiet
 from ring_attn.planning.model.sizes import (
     Activations,
     HeadBytes,
@@ -76,7 +76,7 @@ def trace(values: Mapping[str, Json], dtype: torch.dtype = torch.bfloat16) -> Tr
     """
     if find_spec("transformers") is None:
         raise NotTraceableError("transformers is not installed")
-    with quiet_transformers(), ExitStack() as stack:
+    with quiet("transformers"), ExitStack() as stack:
         try:
             stack.enter_context(_registered())
             model = _build(values, dtype)
