@@ -113,9 +113,10 @@ def _changed(tree: ast.Module) -> Iterator[str]:
     """Yield the names of containers that functions change, by an item or by a method."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     for function in functions:
-        local = {x.id for x in ast.walk(function) if _is_stored(x)}
-        local |= {x.arg for x in ast.walk(function) if isinstance(x, ast.arg)}
-        for node in ast.walk(function):
+        nodes = [*ast.walk(function)]
+        local = {x.id for x in nodes if _is_stored(x)}
+        local |= {x.arg for x in nodes if isinstance(x, ast.arg)}
+        for node in nodes:
             if not isinstance(node, ast.Subscript | ast.Attribute):
                 continue
             is_item = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)

@@ -1,7 +1,6 @@
 """A name that begins with an underscore is used in its own file only, by tests too."""
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -33,9 +32,19 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and name.strip("_") != "" and not name.startswith("__")
 
 
-def defined(source: str) -> Iterator[str]:
+def called(node: ast.Call) -> str:
+    """Return the last two parts of the name of a function that is called."""
+    function = node.func
+    if not isinstance(function, ast.Attribute):
+        return function.id if isinstance(function, ast.Name) else ""
+    owner = function.value
+    before = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+    return f"{before}.{function.attr}"
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
     """Yield the private names of functions, classes, variables and attributes of a file."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = [node.name]
@@ -47,12 +56,12 @@ def defined(source: str) -> Iterator[str]:
         yield from filter(is_private, names)
 
 
-def used(source: str, of_self: bool) -> Iterator[tuple[int, str]]:
+def used(tree: ast.Module, of_self: bool) -> Iterator[tuple[int, str]]:
     """Yield the lines and names of a file's imports, attributes and patches.
 
     Attributes of `self` count if `of_self`: in the package a class may have its base elsewhere.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.Attribute):
@@ -60,24 +69,23 @@ def used(source: str, of_self: bool) -> Iterator[tuple[int, str]]:
             is_self = isinstance(owner, ast.Name) and owner.id in {"self", "cls"}
             if of_self or not is_self:
                 yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(PATCHES):
+        elif isinstance(node, ast.Call) and called(node).endswith(PATCHES):
             arguments = (x.value for x in node.args if isinstance(x, ast.Constant))
             yield from ((node.lineno, x) for x in arguments if isinstance(x, str))
 
 
 def used_elsewhere(package: Sources, tests: Sources) -> list[str]:
     """Return the uses of the package's private names outside of the files that define them."""
-    homes = defaultdict(set)
-    for path, source in package.items():
-        for name in defined(source):
-            homes[name].add(path)
+    trees = {path: ast.parse(source) for path, source in {**package, **tests}.items()}
+    own = {path: set(defined(tree)) for path, tree in trees.items()}
+    of_package = {name for path in package for name in own[path]} - OF_OTHERS
     found = []
-    for path, source in {**package, **tests}.items():
-        own = {*defined(source)}
+    for path, tree in trees.items():
+        elsewhere = of_package - own[path]
         found += [
             f"{path}:{line}: {name}"
-            for line, name in used(source, of_self=path in tests)
-            if name in homes.keys() - OF_OTHERS - own
+            for line, name in used(tree, of_self=path in tests)
+            if name in elsewhere
         ]
     return found
 
