@@ -31,6 +31,8 @@ ifdef CAPABILITY
   export ATEN_CPU_CAPABILITY := $(CAPABILITY)
   export ONEDNN_MAX_CPU_ISA := $(ONEDNN_$(CAPABILITY))
   export MKL_ENABLE_INSTRUCTIONS := $(MKL_$(CAPABILITY))
+  # torch.compile finds code in its cache that was made for wider vectors, which then does not compile.
+  export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.inductor/$(CAPABILITY)
 endif
 
 # Tests that compare numbers which torch computes.
@@ -187,5 +189,5 @@ $(VENV)/.release: $(READY)
 	@touch $@
 
 clean:  ## remove what builds and tools leave; the environment stays
-	rm -rf build dist docs/_build docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .inductor
 	find ring_attn kernels bench examples tests -name __pycache__ -prune -exec rm -rf {} +
