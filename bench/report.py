@@ -102,7 +102,12 @@ class Report(Generic[S, R]):
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table below its title, which would otherwise be wrapped to the width of the table."""
+    """Print a table below its title, which would otherwise be wrapped to the width of the table.
+
+    A table of nothing is left out.
+    """
+    if not table.rows:
+        return
     title, table.title = table.title, None
     console.print(title, style="italic", markup=False)
     console.print(table)

@@ -107,6 +107,7 @@ def test_a_table_has_what_differs_and_a_title_what_does_not() -> None:
     assert title == ["messages:", "mode", "hop,", "ranks", "2"]
     assert names == ["bytes", "ms", "GB/s"]
     assert (first, second) == (["gloo", "1k", "1", "2"], ["gloo", "4k", "3", "1.5"])
+    assert text_of(table([row("hop")], "messages")) == ""  # nothing was measured
 
 
 def test_a_note_is_one_line_for_all_its_rows() -> None:
@@ -241,6 +242,8 @@ def test_progress_says_the_stage_and_how_much_is_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(arguments.time, "monotonic", lambda: now[0])
     progress = arguments.Progress()
     assert progress.words() == ""
+    progress.begin("choosing the cells", done=0, total=1)
+    now[0] += 50.0  # is not counted as time of the cells
     progress.begin("cell 1 of 4", done=0, total=10)
     assert progress.words() == ", cell 1 of 4: 0 % done"
     now[0] += 30.0
