@@ -21,6 +21,7 @@ from ring_attn.cli.calibrate import exchange_call
 from ring_attn.cli.progress import leave_to_ranks, lines_of_rank
 from ring_attn.testing.launch import (
     BACKENDS,
+    check_memory,
     check_tensors,
     checked_device,
     rank_device,
@@ -141,6 +142,8 @@ def setting_of(args: argparse.Namespace) -> CommSetting:
     if world_size < 2:
         raise ValueError("--world-size must be at least 2, because one rank sends nothing, got 1")
     device = checked_device(args.device, world_size)
+    if started is None:
+        check_memory(world_size)
     largest = SMALL if args.quick or device == "cpu" else COMM_SIZES[-1]
     sizes = tuple(size for size in COMM_SIZES if size <= largest)
     sizes = tuple(sorted(args.sizes or sizes))

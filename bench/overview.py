@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ring_attn.bench import comm, decode, kernel, ring
 from ring_attn.bench.benchmark import Benchmark
-from ring_attn.bench.report import console_for
+from ring_attn.bench.report import console_for, print_table
 from ring_attn.bench.ring_implementations import RingCase
 from ring_attn.bench.rows import notes, table
 from ring_attn.cli import bench_options as options
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         if not bench.rows:
             console.print(f"{bench.title}: left out, since {SECONDS:.0f} s are over", markup=False)
             continue
-        console.print(tables[bench.name])
+        print_table(console, tables[bench.name])
         for line in [*notes(bench.rows), *bench.remarks]:
             console.print(line, markup=False)
         failures += bench.failures

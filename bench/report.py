@@ -92,12 +92,26 @@ class Report(Generic[S, R]):
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
         """Print tables, failures and last lines; return the exit status, 1 if a result is wrong."""
         console = console_for(tables)
-        console.print(*tables)
+        for table in tables:
+            print_table(console, table)
         for failure in self.failures:
             console.print(failure, style="red", markup=False)
         for line in last_lines:
             console.print(line, markup=False, soft_wrap=True)  # no line breaks, for copy and paste
         return 1 if self.failures else 0
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table below its title, which would otherwise be wrapped to the width of the table.
+
+    A table of nothing is left out.
+    """
+    if not table.rows:
+        return
+    title, table.title = table.title, None
+    console.print(title, style="italic", markup=False)
+    console.print(table)
+    table.title = title
 
 
 def console_for(tables: Sequence[Table]) -> Console:

@@ -255,6 +255,9 @@ class Dense(RingImpl):
         )
         return attend
 
+    def own_layout(self) -> SequenceLayout:
+        return self.named_layout("contiguous")  # unused: one rank has all rows
+
     def num_rows(self) -> int:
         return self.case.shape.seqlen if self._is_first else 0
 

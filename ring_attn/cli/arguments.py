@@ -200,7 +200,7 @@ class Progress:
 
     def begin(self, stage: str, *, done: float, total: float) -> None:
         """Begin a stage, before which `done` of `total` is done."""
-        if not self.stage or done < self.done:
+        if not self.stage or not done or done < self.done:
             self.start = time.monotonic()
         self.stage, self.done, self.total = stage, done, total
 

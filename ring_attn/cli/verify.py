@@ -154,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if seed is None:
         # All ranks of torchrun must run the same cases.
         seed = 0 if under_torchrun() else random.randrange(1 << 16)
+    progress.begin("choosing the cases", done=0, total=1)
     every = cases(
         backends=backends,
         layouts=args.layout or LAYOUTS,

@@ -239,11 +239,8 @@ def _rates(rows: Sequence[Row], size: str, rate: str, theme: str) -> Figure:
         lines.setdefault(line, []).append((row[size], row[rate]))
     modes = _modes(rows)
     names = list(dict.fromkeys(line.name for line in lines))
-    # The cases of each implementation, and of all if there is only one.
-    cases = {
-        name: list(dict.fromkeys(line.case for line in lines if line.name == name))
-        for name in names
-    }
+    # A case has the same style for every implementation, which its colour shows.
+    cases = list(dict.fromkeys(line.case for line in lines))
     unit = RATES[rate]
     with settings(theme) as colours:
         labels = {f"{line.name}, {line.case}" if line.case else line.name for line in lines}
@@ -253,7 +250,7 @@ def _rates(rows: Sequence[Row], size: str, rate: str, theme: str) -> Figure:
             for line, points in lines.items():
                 if line.mode == mode:
                     xs, ys = zip(*sorted(points), strict=True)
-                    place = cases[line.name].index(line.case)
+                    place = cases.index(line.case)
                     axes.plot(
                         xs,
                         ys,

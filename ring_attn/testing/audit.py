@@ -7,7 +7,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,20 @@ PRELOADED_TRANSFORMERS = ("transformers.modeling_utils",)
 
 # Names in a file that may define others, or which hide that.
 DYNAMIC = {"*", "__getattr__", "exec", "globals", "setattr", "vars"}
+
+# Expressions that are never functions.
+LITERALS = (
+    ast.Constant,
+    ast.Dict,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.JoinedStr,
+    ast.List,
+    ast.ListComp,
+    ast.Set,
+    ast.SetComp,
+    ast.Tuple,
+)
 
 # The largest number of ranks that is audited without being asked for.
 MOST_RANKS = 7
@@ -98,7 +112,9 @@ def audit(
 
     Raises:
         ValueError: there are no world sizes, or more ranks than this machine has memory for; there
-            is no such file, or it has no such function; or ranks exist already (torchrun).
+            is no such file, or it has no such function, or the function needs arguments; or ranks
+            exist already (torchrun).
+        TypeError: `step` is neither a function nor a text.
         AttributeError: ranks cannot import the function by its name. pickle may raise other errors.
         RuntimeError: the step raised an error on a rank (the text has its traceback), does not
             return a model, or needs more memory than the machine has; or two runs of the twin
@@ -111,6 +127,8 @@ def audit(
         raise ValueError(f"world_size must be numbers of at least 2 ranks, got {world_size}")
     check_memory(max(sizes))
     function = in_file(step) if isinstance(step, str) else step
+    if not callable(function):
+        raise TypeError(f"step must be a function, or a text such as 'train.py:step', got {step!r}")
     uses_transformers = tiny or "transformers" in sys.modules or _mentions_transformers(step)
     preload = [*PRELOADED, *(PRELOADED_TRANSFORMERS if uses_transformers else ())]
 
@@ -217,10 +235,11 @@ def in_file(step: str) -> Step:
 
 
 def check_defines(path: Path, name: str) -> None:
-    """Check that a file is Python and has a name, without running it.
+    """Check that a file is Python and that a name in it may be a step, without running the file.
 
     Raises:
-        ValueError: the file cannot be parsed, or nothing in it defines or imports the name.
+        ValueError: the file cannot be parsed; nothing in it defines or imports the name; or the
+            name is certainly not a function that can be called without arguments.
     """
     try:
         tree = ast.parse(path.read_bytes(), str(path))
@@ -228,26 +247,71 @@ def check_defines(path: Path, name: str) -> None:
         line = error.lineno if isinstance(error, SyntaxError) else None
         where = "" if line is None else f" in line {line}"
         raise ValueError(f"{path} is not a file of Python: {error.args[0]}{where}") from None
-    nodes = list(ast.walk(tree))
-    bound = {_bound_name(node) for node in nodes}
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    if name in bound or DYNAMIC & (bound | used):
+    if _defines_dynamically(tree, name):
         return
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    known = f"pass one of {', '.join(functions)}" if functions else "it defines no function"
-    raise ValueError(f"{path} has no function {name!r}: {known}")
+    others = [function for function in functions if function != name]
+    advice = f"pass one of {', '.join(others)}" if others else "define a function in it"
+    definitions = [statement for statement in tree.body if name in _bound_names(statement)]
+    if not definitions:
+        raise ValueError(f"{path} has no function {name!r}: {advice}")
+    # A later definition replaces earlier ones.
+    match definitions[-1]:
+        case (
+            ast.Assign(targets=[ast.Name()], value=value)
+            | ast.AnnAssign(target=ast.Name(), value=value)
+        ) if isinstance(value, LITERALS):
+            raise ValueError(f"{name!r} of {path} is not a function: {advice}")
+        case ast.AsyncFunctionDef():
+            raise ValueError(
+                f"{name!r} of {path} is an async function, which does not run when it is called: "
+                "define it with `def`"
+            )
+        case ast.FunctionDef(decorator_list=[], args=arguments):
+            required = _without_default(arguments)
+            if required:
+                raise ValueError(
+                    f"{name!r} of {path} needs the arguments {', '.join(required)}, and a step is "
+                    "called without arguments: give them defaults"
+                )
 
 
-def _bound_name(node: ast.AST) -> str | None:
-    """Return the name that a node of a file defines, imports or assigns."""
+def _defines_dynamically(tree: ast.Module, name: str) -> bool:
+    """Return whether code of a file may define a name in a way that is seen only when it runs."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=word) | ast.FunctionDef(name=word) | ast.alias(name=word):
+                if word in DYNAMIC:
+                    return True
+            case ast.Global(names=names):
+                if name in names:
+                    return True
+    return False
+
+
+def _bound_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement defines, imports or assigns when its file is imported."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            return node.name
+            yield node.name
+            return  # names in it are local
+        case ast.Lambda():
+            return
         case ast.Name(ctx=ast.Store()):
-            return node.id
+            yield node.id
         case ast.alias():
-            return node.asname or node.name
-    return None
+            yield node.asname or node.name
+    for child in ast.iter_child_nodes(node):
+        yield from _bound_names(child)
+
+
+def _without_default(arguments: ast.arguments) -> list[str]:
+    """Return the names of the arguments that a call must pass."""
+    by_place = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(by_place) - len(arguments.defaults)
+    by_keyword = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    required = by_place[:num_required] + [each for each, default in by_keyword if default is None]
+    return [each.arg for each in required]
 
 
 def _call(path: Path, name: str) -> object:

@@ -233,10 +233,12 @@ def checked_device(device: str | None, nproc: int) -> str:
         return "cuda" if num_gpus >= num_local else "cpu"
     check_one_of("device", device, DEVICES)
     if device == "cuda" and num_gpus < num_local:
-        raise ValueError(
-            f"{num_local} ranks on device 'cuda' need as many GPUs, this machine has {num_gpus}; "
-            "use fewer ranks or device 'cpu'"
-        )
+        if num_local == 1:
+            needed, advice = "1 rank on device 'cuda' needs a GPU", "use device 'cpu'"
+        else:
+            needed = f"{num_local} ranks on device 'cuda' need as many GPUs"
+            advice = "use fewer ranks or device 'cpu'"
+        raise ValueError(f"{needed}, this machine has {num_gpus}; {advice}")
     return device
 
 

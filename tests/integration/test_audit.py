@@ -18,7 +18,7 @@ from torch import nn
 
 import ring_attn
 from ring_attn.cli import main as cli
-from ring_attn.testing.audit import in_file
+from ring_attn.testing.audit import check_defines, in_file
 from ring_attn.testing.tiny import shrunk
 from tests import audit_steps
 from tests.refusals import refused
@@ -193,3 +193,30 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(step: Any, sizes: Any, text: str) -> None:
     with refused(ValueError, text):
         ring_attn.audit(step, sizes)
+
+
+def test_a_step_that_is_not_a_function_is_refused() -> None:
+    not_callable: Any = 3
+    with refused(TypeError, "step must be a function, or a text such as 'train.py:step', got 3"):
+        ring_attn.audit(not_callable, 2)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from train import step",
+        "from functools import partial\nstep = partial(print, 1)",
+        "step = 1\nstep = lambda: None",
+        "step, other = print, 1",
+        "if True:\n    def step(): pass",
+        "from trains import *",
+        "def made():\n    global step\n    step = print",
+        "def step(rate=1, *others, kept=2, **more): pass",
+        "@decorated\ndef step(model): pass",
+    ],
+)
+def test_what_may_be_a_step_is_not_refused(source: str, tmp_path: Path) -> None:
+    """A file is refused only if its text shows that the name is no step."""
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    check_defines(path, "step")

@@ -268,6 +268,50 @@ def test_paths(name: str) -> None:
         assert (ROOT / path).exists(), path
 
 
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def changelog_options(text: str, *, removed: bool) -> list[tuple[str, str]]:
+    """Return a command ("" if none is named) and an option for each option of some sections."""
+    unreleased = text.partition("## Unreleased")[2].partition("\n## ")[0]
+    found = []
+    for section in unreleased.split("\n### ")[1:]:
+        if section.startswith("Removed") != removed:
+            continue
+        for entry in section.split("\n- ")[1:]:
+            spans = re.findall(r"`([^`]+)`", entry)
+            command = spans[0].removeprefix("ring-attn ") if spans else ""
+            # Elsewhere in an entry of removed options is what replaces them.
+            options = [span for span in spans if re.fullmatch(r"--[\w-]+", span) or not removed]
+            words = [word for option in options for word in re.findall(r"--[a-z][\w-]*", option)]
+            found += [(command, word) for word in words]
+    return found
+
+
+def test_options_of_the_changelog_exist() -> None:
+    """Those that it lists as added or changed; those under "Removed" are no options any more."""
+    options = {
+        command.name: {word for x in command.parser("")._actions for word in x.option_strings}
+        for command in cli.COMMANDS
+    }
+    tools = "".join(path.read_text("utf-8") for path in (ROOT / "dev").rglob("*.py"))
+    tools += (ROOT / "tests/conftest.py").read_text("utf-8")
+    known = {*re.findall(r"\"(--[\w-]+)\"", tools)}.union(*options.values())
+    known.add("--max-restarts")  # of torchrun
+    named = changelog_options(CHANGELOG, removed=False)
+    missing = {word for _, word in named} - known
+    assert len(named) > 20 and not missing, missing
+    for command, word in changelog_options(CHANGELOG, removed=True):
+        own = [name for name in options if f"{name} ".startswith(f"{command} ")]
+        assert own or command == "demo", command
+        assert not any(word in options[name] for name in own), (command, word)
+
+
+def test_an_option_that_the_changelog_takes_back_is_found() -> None:
+    text = CHANGELOG.replace("### Removed\n", "### Removed\n\n- `ring-attn tune`: `--budget`.\n")
+    assert ("tune", "--budget") in changelog_options(text, removed=True)
+
+
 EACH = """
 import os, sys
 import ring_attn

@@ -224,11 +224,25 @@ FILES = {
     "lengths.txt": "8k many",
     "good.py": "number = 3\ndef step(): pass\n",
     "broken.py": "a = 1\nthis is no Python\n",
+    "other.py": """
+def step(): pass
+class Model:
+    def forward(self): pass
+def of_batch(batch, rate=1): pass
+async def later(): pass
+step, kept = 1, step
+step = [1]
+""",
 }
 MODEL = ["plan", "--model", "llama-3-8b"]
 MISTAKES += [
     (["audit", "broken.py:step"], "broken.py is not a file of Python: invalid syntax in line 2"),
     (["audit", "good.py:other"], "good.py has no function 'other': pass one of step"),
+    (["audit", "good.py:number"], "'number' of good.py is not a function: pass one of step"),
+    (["audit", "other.py:forward"], "other.py has no function 'forward': pass one of step, of_"),
+    (["audit", "other.py:of_batch"], "needs the arguments batch, and a step is called without"),
+    (["audit", "other.py:later"], "'later' of other.py is an async function"),
+    (["audit", "other.py:step"], "'step' of other.py is not a function: pass one of of_batch"),
     (["audit", "good.py:step", "--world-size", "100000"], "100000 ranks need at least"),
     (["audit", "good.py:step", "--world-size", "1"], "numbers of at least 2 ranks, got [1]"),
     (["plan", *PLAN, "--cluster", "text.txt"], "text.txt is not a calibration"),

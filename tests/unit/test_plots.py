@@ -387,6 +387,11 @@ def test_a_bench_of_lengths_shows_its_rates() -> None:
     assert axes.get_xlabel() == "length of the sequence (8/2 x 64)"
     looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.lines}
     assert len(looks) == len(axes.lines)
+    # A case has one style, also if an implementation lacks the case before.
+    some = [one for one in rows if one["impl"] == "ours" or not one["causal"]]
+    lines = plots.bench({"rows": some}).axes[0].lines
+    styles = {str(line.get_label()): line.get_linestyle() for line in lines}
+    assert styles["torch-flash, full"] == styles["ring_attn, full"] != styles["ring_attn, causal"]
     # The batch follows from the length, and makes no further lines; that of others does.
     for one in rows:
         one["batch"] = 4096 // one["seqlen"]
