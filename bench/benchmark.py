@@ -105,7 +105,8 @@ class Benchmark(Report[S, R]):
                 self.failures.append(
                     f"{len(slower)} of {len(found)} rows are slower by more than {threshold:.0%}"
                 )
-        lines.append(f"{self.seconds:.0f} s, {len(self.failures)} failures")
+        failures = "1 failure" if len(self.failures) == 1 else f"{len(self.failures)} failures"
+        lines.append(f"{self.seconds:.0f} s, {failures}")
         status = self.finish(tables, lines)
         self.draw(self.outputs.plot)
         return status
