@@ -30,7 +30,9 @@ from ring_attn.integrations.transformers.models import first_position
 from ring_attn.integrations.transformers.stacks import numbers_own_rows
 from ring_attn.testing import check_rounded, noisy_runs
 from tests.hf_architectures import (
+    NUM_CODES,
     SENSED,
+    SENSED_NAMES,
     Architecture,
     Changes,
     architectures,
@@ -45,6 +47,9 @@ SEQLEN = 46
 
 # Noisy runs of a model, of which there are a thousand.
 NUM_NOISY = 8
+
+# Characters of the errors of models that could not be tried.
+NUM_SHOWN = 120
 
 TITLE = f"""# Options and heads of Hugging Face models
 
@@ -79,13 +84,30 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "index_topk": (4,),
 }
 
-# Types of RoPE whose frequencies depend on the positions, or differ from the default ones.
-ROPE_TYPES = ("linear", "dynamic", "yarn")
-ROPE_OPTIONS = {"factor": 4.0, "original_max_position_embeddings": 16}
+# Types of RoPE whose frequencies depend on the positions, or differ from the default ones. Other
+# types belong to their models.
+ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_OPTIONS = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "short_mscale": 1.0,  # PhiMoE's
+    "long_mscale": 1.0,
+}
 
 # Options without which another one has no effect.
 TOGETHER: dict[str, Changes] = {
     "token_dropout": (("mask_token_id", 5),),
+    "add_fpn": (("out_indices", [1, 1, 2, 2]),),
+    "asm": (("asm_cutoffs", [20, 50]), ("asm_div_value", 4.0)),
+    "multi_query": (("num_kv_heads", 4),),
+    "key_query_shared_bottleneck": (("intra_bottleneck_size", 64),),
+    "enable_moe_block": (
+        ("num_experts", 4),
+        ("top_k_experts", 2),
+        ("moe_intermediate_size", 96),
+    ),
     "use_sliding_window": (("sliding_window", 8), ("max_window_layers", 0)),
 }
 
@@ -143,8 +165,9 @@ def variants(base: Variant) -> Iterator[Variant]:
     """The default, and each option that may change the forward."""
     yield base
     for name, value in _changed_options(config_of(base.architecture)):
-        option = name.rpartition(".")[2]
-        yield base._replace(changes=((name, value), *TOGETHER.get(option, ())))
+        path, dot, option = name.rpartition(".")
+        together = [(path + dot + other, x) for other, x in TOGETHER.get(option, ())]
+        yield base._replace(changes=((name, value), *together))
 
 
 def _changed_options(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,21 +181,44 @@ def _changed_options(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield path + name, not value
         elif name == "rope_parameters" and value:
             for rope_type in ROPE_TYPES:
-                yield path + name, _with_rope_type(value, rope_type)
+                changed = _with_rope_type(config, value, rope_type)
+                if changed != value:
+                    yield path + name, changed
         else:
             for choice in CHOICES.get(name, ()):
                 if choice != value:
                     yield path + name, choice
 
 
-def _with_rope_type(parameters: dict[str, Any], rope_type: str) -> dict[str, Any]:
+def _with_rope_type(config: Any, parameters: dict[str, Any], rope_type: str) -> dict[str, Any]:
     """RoPE's parameters with another type; they may be given for each type of layers."""
     if any(isinstance(value, dict) for value in parameters.values()):
         return {
-            name: _with_rope_type(value, rope_type) if isinstance(value, dict) else value
+            name: _with_rope_type(config, value, rope_type) if isinstance(value, dict) else value
             for name, value in parameters.items()
         }
-    return {**parameters, **ROPE_OPTIONS, "rope_type": rope_type}
+    if parameters.get("rope_type", "default") not in ("default", *ROPE_TYPES):
+        return parameters
+    more: dict[str, Any] = dict(ROPE_OPTIONS)
+    if rope_type == "longrope":
+        num = _num_frequencies(config, parameters)
+        if num is None:
+            return parameters
+        more |= {"short_factor": [1.0] * num, "long_factor": [2.0 + i for i in range(num)]}
+    return {**parameters, **more, "rope_type": rope_type}
+
+
+def _num_frequencies(config: Any, parameters: dict[str, Any]) -> int | None:
+    """The number of RoPE's frequencies, or None if the config has other names for its sizes."""
+    sizes = vars(config)
+    head_dim = sizes.get("qk_rope_head_dim") or sizes.get("head_dim")
+    if head_dim is None:
+        width, num_heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
+        if not isinstance(width, int) or not isinstance(num_heads, int):
+            return None
+        head_dim = width // num_heads
+    share = parameters.get("partial_rotary_factor", sizes.get("partial_rotary_factor"))
+    return int(head_dim * (share or 1.0)) // 2
 
 
 def ids_of() -> Tensor:
@@ -182,9 +228,15 @@ def ids_of() -> Tensor:
 
 def whole_inputs(variant: Variant, model: Any) -> dict[str, Tensor]:
     """Inputs of the whole sequence."""
-    if numbers_own_rows(model):
-        return inputs_of(variant.architecture, model)
+    inputs = inputs_of(variant.architecture, model)
+    if gets_whole_inputs(model, inputs) or variant.model_class in NUM_CODES:
+        return inputs
     return {"input_ids": ids_of()}
+
+
+def gets_whole_inputs(model: Any, inputs: dict[str, Tensor]) -> bool:
+    """Whether each rank gets all inputs: the model cuts rows itself, or they are no tokens."""
+    return numbers_own_rows(model) or any(name in inputs for name in SENSED_NAMES)
 
 
 def outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -205,7 +257,7 @@ def split_outputs(variant: Variant, model: Any, inputs: dict[str, Tensor]) -> An
         with register(layout="contiguous"):
             split = variant.make("ring_attn")
             split.load_state_dict(model.state_dict())
-            if not numbers_own_rows(model):
+            if not gets_whole_inputs(model, inputs):
                 inputs = shard_batch(inputs, layout, rank)
                 inputs["position_ids"] = inputs["position_ids"] + first_position(split)
             return outputs(split, inputs)
@@ -260,7 +312,11 @@ def of_all_ranks(variant: Variant, default: dict[str, Tensor] | None) -> str | N
         inputs = whole_inputs(variant, model)
         plain = outputs(model, inputs)
     except Exception as error:
-        return worst_of_ranks(f"not tried: {type(error).__name__}")
+        kind = type(error).__name__
+        if default is not None and kind == "StrictDataclassFieldValidationError":
+            return None  # the option has no such value
+        reason = " ".join(str(error).replace("|", "/").split())
+        return worst_of_ranks(f"not tried: {kind}: {reason[:NUM_SHOWN]}")
     if default is not None and equal_outputs(plain, default):
         return None
     got = split_outputs(variant, model, inputs)
@@ -268,7 +324,9 @@ def of_all_ranks(variant: Variant, default: dict[str, Tensor] | None) -> str | N
     if word != "right":
         return word
     oracle, noisy = whole_outputs(model, inputs)
-    return worst_of_ranks(verdict_of(got, oracle, noisy, by_row=not numbers_own_rows(model)))
+    return worst_of_ranks(
+        verdict_of(got, oracle, noisy, by_row=not gets_whole_inputs(model, inputs))
+    )
 
 
 def sweep(base: Variant) -> Iterator[tuple[Variant, str | None]]:
