@@ -235,7 +235,7 @@ def config_of(architecture: Architecture, changes: Changes = ()) -> Any:
         holder = arguments
         for part in parts:
             holder = holder.setdefault(part, {})
-        holder[name] = value
+        holder[name] = copy.deepcopy(value)  # some configs change RoPE's parameters
     return config_class(**arguments)
 
 

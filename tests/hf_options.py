@@ -6,6 +6,10 @@ For each architecture of `tests.hf_architectures`: each boolean of its config, a
 `CHOICES`, one at a time, if it changes the outputs in one process; and each head of `HEADS`. Lines
 are written to OUT.md as soon as they are known. All that was tried, also options without an effect,
 is printed.
+
+    python -m tests.hf_options merge docs/model_options.md OUT.md
+
+puts the rows of OUT.md into the page.
 """
 
 from __future__ import annotations
@@ -55,13 +59,21 @@ TITLE = f"""# Options and heads of Hugging Face models
 
 Made by `tests/hf_options.py` with transformers {transformers.__version__}: tiny random
 models on 2 ranks, without `attention_mask`. Each row is one option of a config that changes the
-outputs in one process, or a head; other options are the defaults. Where the default is refused,
-options are listed only if they are not refused with the same error. Architectures of the
-[table of models](models.md) that are missing here have not been tried with other options.
+outputs in one process, or a head; other options are the defaults, except those in the same row,
+without which the option is not valid. Where the default is refused, options are listed only if they
+are not refused with the same error. Architectures of the [table of models](models.md) that are
+missing here have not been tried with other options; heads (`...Model`,
+`...ForSequenceClassification` and others) that are missing have not been tried. Not all
+architectures have been tried with the types "llama3" and "longrope" of RoPE; "dynamic" changes the
+outputs only of models whose `max_position_embeddings` is less than the number of rows. Types of RoPE
+have not been tried with hybrid models whose two layers have no attention. Classes that have a row
+"default" only may not have been tried with other options.
 
 - right: all outputs are those of one process, within the bound of the tests
 - refused: an error names the part and the reason
-- not tried: no tiny model could be made with this option
+- not valid: transformers refuses the option when the model is made, with its error
+- not tried: the tiny model does not run in one process, with transformers' error; "too large" is a
+  model whose parts have more than 30 million parameters
 
 | model | option | on a split sequence |
 |---|---|---|
@@ -98,8 +110,8 @@ ROPE_OPTIONS = {
 
 # Options without which another one has no effect.
 TOGETHER: dict[str, Changes] = {
-    "token_dropout": (("mask_token_id", 5),),
-    "add_fpn": (("out_indices", [1, 1, 2, 2]),),
+    "token_dropout": (("mask_token_id", 21),),  # all 21 are in the rows of one of 2 ranks
+    "add_fpn": (("out_indices", [1, 2, 3, 4]), ("num_hidden_layers", 4)),
     "asm": (("asm_cutoffs", [20, 50]), ("asm_div_value", 4.0)),
     "multi_query": (("num_kv_heads", 4),),
     "key_query_shared_bottleneck": (("intra_bottleneck_size", 64),),
@@ -229,8 +241,10 @@ def ids_of() -> Tensor:
 def whole_inputs(variant: Variant, model: Any) -> dict[str, Tensor]:
     """Inputs of the whole sequence."""
     inputs = inputs_of(variant.architecture, model)
-    if gets_whole_inputs(model, inputs) or variant.model_class in NUM_CODES:
+    if gets_whole_inputs(model, inputs):
         return inputs
+    if variant.model_class in NUM_CODES:
+        return {"input_ids": inputs["input_ids"][:, :SEQLEN]}
     return {"input_ids": ids_of()}
 
 
@@ -301,22 +315,38 @@ def worst_of_ranks(word: str) -> str:
     """The outcome on the rank where it is worst."""
     each: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(each, word)
-    order = ("WRONG", "FAILS", "refused", "not tried", "right")
+    order = ("WRONG", "FAILS", "refused", "not tried", "not valid", "right")
     return str(min(each, key=lambda word: order.index(word.split(":")[0])))
+
+
+def _is_invalid(error: Exception) -> bool:
+    """Whether a config has found that its options do not go together."""
+    return type(error).__name__ == "StrictDataclassClassValidationError"
+
+
+def _reason(error: Exception) -> str:
+    """Type and beginning of an error, in one cell of a table."""
+    text = " ".join(str(error).replace("|", "/").split())
+    text = text.removeprefix("Class validation error for validator ")
+    return f"{type(error).__name__}: {text[:NUM_SHOWN]}"
 
 
 def of_all_ranks(variant: Variant, default: dict[str, Tensor] | None) -> str | None:
     """Return the outcome of a variant, or None if its outputs are the default ones."""
     try:
         model = variant.make("eager")
+    except Exception as error:
+        if default is not None and type(error).__name__ == "StrictDataclassFieldValidationError":
+            return None  # the option has no such value
+        is_refused = isinstance(error, (ValueError, NotImplementedError)) or _is_invalid(error)
+        if default is not None and is_refused and str(error) != "too large":
+            return worst_of_ranks(f"not valid: {_reason(error)}")
+        return worst_of_ranks(f"not tried: {_reason(error)}")
+    try:
         inputs = whole_inputs(variant, model)
         plain = outputs(model, inputs)
     except Exception as error:
-        kind = type(error).__name__
-        if default is not None and kind == "StrictDataclassFieldValidationError":
-            return None  # the option has no such value
-        reason = " ".join(str(error).replace("|", "/").split())
-        return worst_of_ranks(f"not tried: {kind}: {reason[:NUM_SHOWN]}")
+        return worst_of_ranks(f"not tried: {_reason(error)}")
     if default is not None and equal_outputs(plain, default):
         return None
     got = split_outputs(variant, model, inputs)
@@ -363,6 +393,24 @@ def classes(chosen: list[str]) -> list[Variant]:
     ]
 
 
+def merged(page: str, found: str) -> str:
+    """The page with the rows of another one, which replace those of the same class and option."""
+    rows = {**_rows_of(page), **_rows_of(found)}
+    order = {class_name: i for i, class_name in enumerate(sorted({name for name, _ in rows}))}
+    lines = [
+        f"| {name} | {option} | {word} |"
+        for (name, option), word in sorted(rows.items(), key=lambda row: order[row[0][0]])
+    ]
+    return TITLE + "\n".join(lines) + "\n"
+
+
+def _rows_of(page: str) -> dict[tuple[str, str], str]:
+    """The outcomes of a page by class and option, in the order of the page."""
+    cells = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
+    rows = [each for each in cells if len(each) == 5 and each[1] not in ("model", "---")]
+    return {(name, option): word for _, name, option, word, _ in rows}
+
+
 def main(path: str, *chosen: str) -> None:
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
@@ -384,4 +432,8 @@ def main(path: str, *chosen: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "merge":
+        page = Path(sys.argv[2])
+        page.write_text(merged(page.read_text(), Path(sys.argv[3]).read_text()))
+    else:
+        main(*sys.argv[1:])
