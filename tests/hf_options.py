@@ -65,9 +65,9 @@ are not refused with the same error. Architectures of the [table of models](mode
 missing here have not been tried with other options; heads (`...Model`,
 `...ForSequenceClassification` and others) that are missing have not been tried. Not all
 architectures have been tried with the types "llama3" and "longrope" of RoPE; "dynamic" changes the
-outputs only of models whose `max_position_embeddings` is less than the number of rows. Types of RoPE
-have not been tried with hybrid models whose two layers have no attention. Classes that have a row
-"default" only may not have been tried with other options.
+outputs only of models whose `max_position_embeddings` is less than the number of rows. Types of
+RoPE have not been tried with hybrid models whose two layers have no attention. Classes that have a
+row "default" only may not have been tried with other options.
 
 - right: all outputs are those of one process, within the bound of the tests
 - refused: an error names the part and the reason
