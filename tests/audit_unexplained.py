@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional as F
 
 import ring_attn
@@ -219,4 +222,66 @@ def auxiliary(bug: str = "", layout_name: str = "contiguous", seqlen: int = SEQL
         loss = loss + 0.1 * z.sum() / num + ((counts / num) * share.sum((0, 1)) / num).sum()
     loss.backward()
     ring_attn.sync_gradients(model)
+    return model, reported(loss)
+
+
+class Scaled(nn.Module):
+    """Multiplies rows by numbers that were drawn before the forward."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def seeded(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """Random numbers of Python, numpy and torch that are drawn before the forward."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.from_name(layout_name, SEQLEN, world_size)
+    transformer = model_with(dense_attention if world_size == 1 else ring_of(layout))
+    random.seed(rank if bug == "random of the rank" else 0)
+    np.random.seed(rank if bug == "numpy of the rank" else 0)
+    generator = np.random.default_rng(rank if bug == "generator of the rank" else 0)
+    scale = random.uniform(0.5, 1.5) * np.random.uniform(0.5, 1.5) * generator.uniform(0.5, 1.5)
+    torch.manual_seed(rank if bug == "noise of the rank" else 1)
+    if bug.startswith("noise"):
+        noise = torch.rand(2, layout.shard_len(rank), 32)
+    else:
+        noise = layout.shard(torch.rand(2, SEQLEN, 32), rank)
+    model = Noisy(transformer, Scaled(scale * (1.0 + 0.3 * noise)))
+    ids = tokens()
+    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+    part["count"] = torch.tensor(2 * (SEQLEN - 1))
+    loss = loss_of(model, part)
+    loss.backward()
+    ring_attn.sync_gradients(model)
+    return model, reported(loss)
+
+
+def fsdp1(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """FSDP1 over the ranks of the sequence."""
+    _, world_size, model, (part,) = sharded(bug, layout_name)
+
+    def wrap(module: nn.Module) -> FullyShardedDataParallel:
+        has_names = bug != "parameters without names"
+        return FullyShardedDataParallel(
+            module, use_orig_params=has_names, device_id=torch.device("cpu")
+        )
+
+    for name, layer in model.layers.items():
+        model.layers[name] = wrap(layer)
+    model = wrap(model)
+    loss = loss_of(model, part)
+    # FSDP1 averages the gradients of the ranks.
+    (loss if bug == "averaged" else loss * world_size).backward()
+    if bug == "clipped by the shard's norm":
+        grads = [x.grad for x in model.parameters() if x.grad is not None]
+        square = torch.stack([grad.square().sum() for grad in grads]).sum()
+        for grad in grads:
+            grad *= (0.3 / square.sqrt()).clamp(max=1.0)
+    else:
+        model.clip_grad_norm_(0.3)
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     return model, reported(loss)

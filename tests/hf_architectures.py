@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -36,7 +37,8 @@ MAX_PARAMETERS = 30_000_000
 # Names of sizes in configs.
 NAMES = {
     64: "hidden_size d_model n_embd embed_dim dim emb_dim embedding_size word_embed_proj_dim "
-    "hidden_dim encoder_hidden_size decoder_hidden_size attention_hidden_size lru_width",
+    "hidden_dim encoder_hidden_size decoder_hidden_size attention_hidden_size lru_width "
+    "hidden_size_global",
     96: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim d_inner "
     "moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size "
     "shared_intermediate_size dense_intermediate_size intermediate_size_mlp",
@@ -48,19 +50,30 @@ NAMES = {
     16: "head_dim d_kv attention_head_dim qk_nope_head_dim v_head_dim",
     8: "qk_rope_head_dim rotary_dim",
     VOCAB: "vocab_size vocab_size_per_layer_input",
-    32: "kv_lora_rank q_lora_rank hidden_size_per_layer_input",
+    32: "kv_lora_rank q_lora_rank hidden_size_per_layer_input entity_vocab_size",
     512: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions "
     "max_source_positions",
-    1: "pad_token_id n_group topk_group n_shared_experts first_k_dense_replace",
+    1: "pad_token_id n_group num_expert_group topk_group n_shared_experts first_k_dense_replace "
+    "blank_token_id",
     0: "bos_token_id decoder_start_token_id",
 }
 SIZES: dict[str, Any] = {name: size for size, names in NAMES.items() for name in names.split()}
 SIZES |= {"eos_token_id": 2, "initializer_range": 0.15, "init_std": 0.15, "use_cache": False}
 SIZES["tie_word_embeddings"] = False
-KEPT_NONE = {"q_lora_rank", "n_inner", "n_group"}
+KEPT_NONE = {"q_lora_rank", "n_inner", "n_group", "topk_group"}
 # By default these states, of 128 heads and chunks of 256 rows, take most of the time of all models.
 SMALL_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
-# Options that must go with the sizes.
+SMALL_PERCEIVER = {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 1}
+SMALL_REFORMER = {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_buckets": 4}
+# Its attention has the hidden states of the layer and of the embeddings side by side.
+HYBRID = {
+    "layers_block_type": ["mamba", "hybrid"],
+    "use_mamba_kernels": False,
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+# Options that must go with the sizes; a dot leads into a config in the config.
 SPECIAL: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": SMALL_MAMBA,
     "FalconH1ForCausalLM": SMALL_MAMBA,
@@ -69,7 +82,59 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "EsmcForMaskedLM": {"num_key_value_heads": 4},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "Mamba2ForCausalLM": {"num_heads": 2, "head_dim": 64, "n_groups": 1},
-    "LongcatFlashForCausalLM": {"zero_expert_num": 2},
+    "LongcatFlashForCausalLM": {"zero_expert_num": 2, "head_dim": 8},
+    "ConvNextForImageClassification": {"image_size": 64},
+    "ConvNextV2ForImageClassification": {"image_size": 64},
+    "MobileViTV2ForImageClassification": {"image_size": 128, "patch_size": 2},
+    "EfficientNetForImageClassification": {
+        "image_size": 64,
+        "hidden_dim": 640,
+        "width_coefficient": 0.5,
+        "depth_coefficient": 0.2,
+    },
+    "LevitForImageClassification": {"image_size": 224, "patch_size": 16},
+    "PvtForImageClassification": {"image_size": 64},
+    "SegformerForImageClassification": {"image_size": 64},
+    "SwinForImageClassification": {"embed_dim": 48, "image_size": 224},
+    "Swinv2ForImageClassification": {"embed_dim": 48, "image_size": 224},
+    "DonutSwinForImageClassification": {"embed_dim": 48, "image_size": 224},
+    "DiaForConditionalGeneration": {"decoder_config.cross_hidden_size": 64},
+    "BltForCausalLM": {
+        "encoder_hash_byte_group_vocab": 100,
+        "encoder_hash_byte_group_size": [2, 3],
+    },
+    "DeepseekV4ForCausalLM": {"mlp_layer_types": ["hash_moe", "moe"]},
+    "CohereCompassForCausalLM": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "FunAsrNanoForConditionalGeneration": {"adaptor_config.intermediate_size": 16},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
+    "Gemma4AssistantForCausalLM": {
+        "text_config.hidden_size_per_layer_input": 0,
+        "text_config.num_kv_shared_layers": 0,
+    },
+    "Gemma4UnifiedAssistantForCausalLM": {"text_config.num_kv_shared_layers": 0},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "MiMoV2FlashForCausalLM": {"head_dim": 24},  # a third of it has RoPE: an even number
+    "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 4},
+    "MoshiForCausalLM": {"audio_vocab_size": 20},
+    "KyutaiSpeechToTextForConditionalGeneration": {
+        "codebook_vocab_size": 20,
+        "num_codebooks": 4,
+        "audio_bos_token_id": 4,
+        "audio_pad_token_id": 5,
+        "codec_config": {},
+    },
+    "ShieldGemma2ForImageClassification": {"yes_token_index": 3, "no_token_index": 4},
+    "PerceiverForMaskedLM": SMALL_PERCEIVER,
+    "PerceiverForImageClassificationLearned": SMALL_PERCEIVER,
+    "ReformerForMaskedLM": SMALL_REFORMER,
+    "ReformerModelWithLMHead": SMALL_REFORMER | {"is_decoder": True},
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
+    "ZambaForCausalLM": HYBRID,
+    "Zamba2ForCausalLM": HYBRID,
 }
 
 HEADS = {
@@ -83,6 +148,14 @@ HEADS = {
 }
 # Heads of models whose inputs are no tokens, and the sizes of these.
 SENSED = ("speech to text", "images", "videos", "audio")
+SENSED_NAMES = ("pixel_values", "pixel_values_videos", "input_values", "input_features")
+# Models whose rows have several codes: the dim of the codes, and their number.
+NUM_CODES = {
+    "MusicgenForCausalLM": (1, 4),
+    "MusicgenMelodyForCausalLM": (1, 4),
+    "DiaForConditionalGeneration": (2, 9),
+    "KyutaiSpeechToTextForConditionalGeneration": (2, 5),
+}
 SENSED_SIZES = {
     "image_size": 28,
     "patch_size": 4,
@@ -118,7 +191,7 @@ def options(config: Any, depth: int = 0) -> dict[str, Any]:
     small = {
         name: SIZES[name]
         for name, value in default.items()
-        if name in SIZES and not (value is None and name in KEPT_NONE)
+        if name in SIZES and not (value is None and name in KEPT_NONE) and not _is_list(value)
     }
     small |= {name: 0.0 for name, x in default.items() if "drop" in name and isinstance(x, float)}
     if "qk_rope_head_dim" in default:  # latent attention: the head dim follows
@@ -126,9 +199,18 @@ def options(config: Any, depth: int = 0) -> dict[str, Any]:
         small["num_key_value_heads"] = 4
     if depth < 2:
         parts = getattr(config, "sub_configs", None) or {}
-        made = {name: part for name, part in parts.items() if part is not transformers.AutoConfig}
-        small |= {name: options(part, depth + 1) for name, part in made.items()}
+        for name, part in parts.items():
+            if part is not transformers.AutoConfig:
+                small[name] = options(part, depth + 1)
+            elif isinstance(default.get(name), PretrainedConfig):
+                kind = type(default[name])
+                small[name] = {"model_type": kind.model_type, **options(kind, depth + 1)}
     return small
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether an option has a value for each stage of the model."""
+    return isinstance(value, list | tuple)
 
 
 # Options of a config with their values; a dot leads into a config in it.
@@ -139,16 +221,21 @@ def config_of(architecture: Architecture, changes: Changes = ()) -> Any:
     """The config of a tiny model, with other values of some options."""
     model_class = getattr(transformers, architecture.model_class)
     config_class = model_class.config_class or CONFIG_MAPPING[architecture.model_type]
-    arguments = options(config_class) | SPECIAL.get(architecture.model_class, {})
+    arguments = options(config_class)
     if architecture.head in SENSED:
         default = vars(config_class())
-        arguments |= {name: x for name, x in SENSED_SIZES.items() if name in default}
-    for path, value in changes:
+        arguments |= {
+            name: x
+            for name, x in SENSED_SIZES.items()
+            if name in default and not _is_list(default[name])
+        }
+    special = SPECIAL.get(architecture.model_class, {})
+    for path, value in (*special.items(), *changes):
         *parts, name = path.split(".")
         holder = arguments
         for part in parts:
             holder = holder.setdefault(part, {})
-        holder[name] = value
+        holder[name] = copy.deepcopy(value)  # some configs change RoPE's parameters
     return config_class(**arguments)
 
 
@@ -169,29 +256,70 @@ def make(architecture: Architecture, implementation: str, changes: Changes = ())
 
 
 def inputs_of(architecture: Architecture, model: Any) -> dict[str, Tensor]:
-    """Inputs of the whole sequence: token ids, or pixels or samples."""
+    """Inputs of the whole sequence: token ids, or pixels or samples, or both."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (1, SEQLEN), generator=generator)
-    takes_both = "decoder_input_ids" in inspect.signature(model.forward).parameters
-    decoder = {"decoder_input_ids": ids} if takes_both else {}
-    if architecture.head not in SENSED:
-        return {"input_ids": ids, **decoder}
-    config, channels = model.config, getattr(model.config, "num_channels", 3)
-    size = getattr(config, "image_size", 28)
-    shape = {
-        "images": (channels, size, size),
-        "videos": (getattr(config, "num_frames", 4), channels, size, size),
-        "audio": (1600,),
-        "speech to text": (64, getattr(config, "input_feat_per_channel", 16)),
-    }[architecture.head]
+    names = inspect.signature(model.forward).parameters
+    inputs = {"decoder_input_ids": ids} if "decoder_input_ids" in names else {}
+    if architecture.model_class in NUM_CODES:
+        ids, inputs = _with_codes(architecture, ids, inputs)
+    sensed = next((name for name in SENSED_NAMES if name in names), None)
+    if getattr(model.config, "is_encoder_decoder", False) and _classifies(architecture):
+        ids[:, -1] = model.config.eos_token_id  # it pools the row of the one end
+    is_text = sensed != "pixel_values" and "input_ids" in names and not inputs
+    if architecture.head not in SENSED or sensed is None or is_text:
+        return {"input_ids": ids, **inputs}
+    if sensed == "pixel_values" and "input_ids" in names:  # a model of images and texts
+        inputs["input_ids"] = ids
+    if "spatial_shapes" in names:  # patches of an image, already cut
+        config = getattr(model.config, "vision_config", model.config)
+        inputs["pixel_attention_mask"] = torch.ones(1, 16, dtype=torch.int64)
+        inputs["spatial_shapes"] = torch.tensor([[4, 4]])
+        shape: tuple[int, ...] = (16, config.num_channels * config.patch_size**2)
+    else:
+        shape = _sensed_shape(architecture, model, sensed)
+    return {sensed: torch.randn(1, *shape, generator=generator), **inputs}
+
+
+def _classifies(architecture: Architecture) -> bool:
+    return architecture.model_class.endswith("ForSequenceClassification")
+
+
+def _with_codes(
+    architecture: Architecture, ids: Tensor, inputs: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ids, and other inputs, in which each row of a sequence has several codes."""
+    dim, num = NUM_CODES[architecture.model_class]
+    codes = torch.stack([(ids + i) % VOCAB for i in range(num)], dim)
+    if inputs:
+        return ids, {"decoder_input_ids": codes}
+    return codes.flatten(0, 1) if dim == 1 else codes, inputs
+
+
+def _sensed_shape(architecture: Architecture, model: Any, name: str) -> tuple[int, ...]:
+    """Return the shape of pixels or samples, without the batch."""
+    config = model.config
+    pixels = getattr(config, "vision_config", config)
+    channels, size = getattr(pixels, "num_channels", 3), getattr(pixels, "image_size", 28)
+    height, width = size if _is_list(size) else (size, size)
+    if architecture.head == "images":
+        return channels, height, width
+    if architecture.head == "videos":
+        return getattr(config, "num_frames", 4), channels, height, width
     if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
-        shape = (config.num_mel_bins, 2 * config.max_source_positions)
-    elif hasattr(config, "num_mel_bins"):
-        shape = (config.max_length, config.num_mel_bins)
-    elif hasattr(config, "feature_projection_input_dim"):
-        shape = (64, config.feature_projection_input_dim)
-    drawn = torch.randn(1, *shape, generator=generator)
-    return {model.main_input_name: drawn, **decoder}
+        return config.num_mel_bins, 2 * config.max_source_positions
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
+        return config.max_length, config.num_mel_bins
+    if hasattr(config, "feature_projection_input_dim"):
+        return 64, config.feature_projection_input_dim
+    if architecture.head == "audio" or name == "input_values":
+        return (1600,)
+    encoder = getattr(config, "encoder_config", config)
+    if hasattr(encoder, "num_mel_bins"):
+        return 64, encoder.num_mel_bins
+    if architecture.model_class == "Pop2PianoForConditionalGeneration":
+        return 64, config.d_model
+    return 64, getattr(config, "input_feat_per_channel", 16)
 
 
 def run(model: Any, inputs: dict[str, Tensor], **more: Any) -> Tensor:

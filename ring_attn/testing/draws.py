@@ -1,4 +1,4 @@
-"""Random numbers that a step draws within its forwards, and numbers that replace them.
+"""Random numbers that a step draws, and numbers that replace them.
 
 A trial of `audit` gives each row the same numbers on the ranks and in the twin: it draws numbers
 for the whole sequence, and each rank takes those of its rows.
@@ -17,6 +17,14 @@ NUM_COMPARED = 64
 # torch draws normal numbers in blocks of 16, and the last ones again: they depend on the shape.
 NUM_LAST = 16
 
+# Functions that set seeds, by module and name.
+SEEDS = (
+    ("torch", "manual_seed"),
+    ("random", "seed"),
+    ("numpy.random", "seed"),
+    ("numpy.random", "default_rng"),
+)
+
 # An argument of a function of torch.
 Value: TypeAlias = Any
 
@@ -25,7 +33,7 @@ class Draw(NamedTuple):
     """Random numbers that were drawn at once.
 
     Attributes:
-        forward: number of the forward.
+        forward: number of the forward in which, or before which, they were drawn.
         place: file and line of the code.
         shape: of the numbers.
         first: the first numbers, (at most NUM_COMPARED,).
@@ -37,6 +45,20 @@ class Draw(NamedTuple):
     shape: torch.Size
     first: Tensor
     is_dropout: bool
+
+
+class Seed(NamedTuple):
+    """A seed that code sets.
+
+    Attributes:
+        function: the function that sets it, such as "numpy.random.seed".
+        place: file and line of the code.
+        value: the seed.
+    """
+
+    function: str
+    place: str
+    value: Value
 
 
 def are_same(draws: Sequence[Draw]) -> bool:

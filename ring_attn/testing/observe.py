@@ -14,8 +14,8 @@ import inspect
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -33,13 +34,14 @@ from torch.overrides import TorchFunctionMode
 from ring_attn.attention import drivers
 from ring_attn.call import Call
 from ring_attn.core.mask import Mask
-from ring_attn.testing.draws import NUM_COMPARED, RANDOM, Draw, Replacement, kept
+from ring_attn.testing.draws import NUM_COMPARED, RANDOM, SEEDS, Draw, Replacement, Seed, kept
+from ring_attn.testing.flat_shards import FlatShards
 from ring_attn.testing.rounding import RandomRounding
 from ring_attn.testing.tiny import tiny_models
 from ring_attn.values.probing import probing
 
-# Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing.
-WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
+# Parts of parameter names that wrappers add: DDP, torch.compile, torch's checkpointing, FSDP1.
+WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 # A user's training step: a function without arguments.
 Step = Callable[[], object]
@@ -83,6 +85,7 @@ Value: TypeAlias = Any
 #   "gradients"       the gradients of an outcome, which replace those of the step
 #   "no dropout"      True: dropout changes nothing
 #   "drawn", i        the `Replacement` of the i-th random numbers
+#   "seed", i         the value that replaces the i-th seed
 #   "weights"         True: all ranks get the weights of rank 0 before the first forward
 Change = Mapping[tuple[Value, ...], Value]
 
@@ -162,14 +165,15 @@ class Outcome:
             NAME".
         gradients: of all optimizer steps, in the order of their use.
         after_backward: by name of a parameter, its gradient after the last backward before its
-            first use, when no code has summed or clipped it; without DTensors.
+            first use, when no code has summed or clipped it; without shards of FSDP.
         numbers: of rows, in order.
         means: over rows, in order.
         masks: of all calls of `ring_attention`, in order.
         has_dropout: whether dropout drew random numbers.
-        draws: random numbers that forwards have drawn, in order.
+        draws: random numbers that code has drawn, in or before forwards, in order.
+        seeds: seeds that code has set, in order.
         first_sums: by name of a parameter, a sum of its elements before the first forward; without
-            DTensors.
+            shards of FSDP.
         owners: by name of a parameter, the rank that has each of its elements, for shards.
     """
 
@@ -182,6 +186,7 @@ class Outcome:
     masks: list[Mask] = field(default_factory=list)
     has_dropout: bool = False
     draws: list[Draw] = field(default_factory=list)
+    seeds: list[Seed] = field(default_factory=list)
     first_sums: dict[str, float] = field(default_factory=dict)
     owners: dict[str, Tensor] = field(default_factory=dict)
 
@@ -243,6 +248,9 @@ class _Observer(TorchFunctionMode):
         self.means: list[Mean] = []
         self.masks: list[Mask] = []
         self.draws: list[Draw] = []
+        self.seeds: list[Seed] = []
+        # Whether the step runs. A file that imports a function while its step runs keeps it.
+        self.runs = False
         # Replacements of random numbers, by the generator's state before they were drawn.
         self.new_draws: dict[bytes, Replacement] = {}
         self.first_sums: dict[int, float] = {}  # by id of the parameter
@@ -266,11 +274,54 @@ class _Observer(TorchFunctionMode):
             mock.patch.object(nn.utils.clip_grad, "clip_grad_norm_", clipped),
             mock.patch.object(nn.Module, "__call__", self._called(nn.Module.__call__)),
             mock.patch.object(drivers, "forward", self._attended(drivers.forward)),
+            self._observed_seeds(),
+            self._clipped_by_fsdp(),
             nullcontext() if seed is None else RandomRounding(seed),
             self,
         ):
             returned = step()
         return self._outcome(returned)
+
+    @contextlib.contextmanager
+    def _observed_seeds(self) -> Iterator[None]:
+        """Record the seeds that code sets, or replace them."""
+        with ExitStack() as patches:
+            for module_name, name in SEEDS:
+                module = sys.modules.get(module_name)
+                if module is not None:
+                    observed = self._seeded(f"{module_name}.{name}", getattr(module, name))
+                    patches.enter_context(mock.patch.object(module, name, observed))
+            self.runs = True
+            try:
+                yield
+            finally:
+                self.runs = False
+
+    def _seeded(self, name: str, function: Callable[..., Value]) -> Callable[..., Value]:
+        """Return a function that sets a seed, and records or replaces it."""
+
+        def seeded(*args: Value, **kwargs: Value) -> Value:
+            place = _place()
+            value: Value = args[0] if args else kwargs.get("seed", kwargs.get("a"))
+            if not self.runs or place is None or not hasattr(value, "__index__"):
+                return function(*args, **kwargs)
+            new = self.change.get(("seed", len(self.seeds)), value)
+            self.seeds.append(Seed(name, place, int(value)))
+            return function(new, *args[1:])
+
+        return seeded
+
+    @contextlib.contextmanager
+    def _clipped_by_fsdp(self) -> Iterator[None]:
+        """Record gradients before the method of FSDP1 clips them."""
+        clip = FullyShardedDataParallel.clip_grad_norm_
+
+        def clipped(module: FullyShardedDataParallel, *args: Value, **kwargs: Value) -> Tensor:
+            self._record(module.parameters())
+            return clip(module, *args, **kwargs)
+
+        with mock.patch.object(FullyShardedDataParallel, "clip_grad_norm_", clipped):
+            yield
 
     def _called(self, call: Callable[..., object]) -> Callable[..., object]:
         """Return `nn.Module.__call__` that records positions, and modules that no module calls."""
@@ -303,8 +354,10 @@ class _Observer(TorchFunctionMode):
 
     def _begin_module(self, module: nn.Module) -> None:
         """Record the weights of a module before its first forward; replace them by rank 0's."""
+        shards = FlatShards(module)
         for parameter in module.parameters():
-            if id(parameter) in self.first_sums or hasattr(parameter, "to_local"):
+            is_shard = hasattr(parameter, "to_local") or parameter in shards
+            if id(parameter) in self.first_sums or is_shard:
                 continue
             if self.change.get(("weights",)):
                 dist.broadcast(parameter.detach(), 0)
@@ -483,7 +536,7 @@ class _Observer(TorchFunctionMode):
     def _random(self, draw: Callable[..., Tensor], *args: Value, **kwargs: Value) -> Tensor:
         new = self._new_draw()
         made = draw(*args, **kwargs)
-        if type(made) is not Tensor:
+        if type(made) is not Tensor or made.is_meta:  # weights are parameters
             return made
         if new is not None:
             numbers = RANDOM[draw](new, made, *args, **kwargs)
@@ -493,8 +546,8 @@ class _Observer(TorchFunctionMode):
         return made
 
     def _draws_in_forward(self) -> bool:
-        """Return whether random numbers are of a forward, not of new weights or a batch."""
-        return not self.backward and bool(self.forwards) and (self.depth > 0 or not self.ended)
+        """Return whether random numbers are of a forward, not of a batch or what comes before."""
+        return bool(self.forwards) and (self.depth > 0 or not self.ended)
 
     def _new_draw(self) -> Replacement | None:
         """Return the replacement of the next random numbers, if there is one.
@@ -505,7 +558,7 @@ class _Observer(TorchFunctionMode):
         key = "drawn", len(self.draws)
         if self.backward and self.new_draws:
             return self.new_draws.get(_generator_state())
-        if key not in self.change or not self._draws_in_forward():
+        if key not in self.change or self.backward or _place() is None:
             return None
         new: Replacement = self.change[key]
         self.new_draws[_generator_state()] = new
@@ -513,10 +566,10 @@ class _Observer(TorchFunctionMode):
 
     def _record_draw(self, numbers: Tensor, *, is_dropout: bool = False) -> None:
         place = _place()
-        if not self._draws_in_forward() or place is None:
+        if self.backward or place is None:
             return
         first = numbers.detach().flatten()[:NUM_COMPARED].cpu().clone()
-        number = len(self.forwards) - 1
+        number = len(self.forwards) - self._draws_in_forward()
         self.draws.append(Draw(number, place, numbers.shape, first, is_dropout))
 
     def _scaled_dot_product_attention(
@@ -585,38 +638,52 @@ class _Observer(TorchFunctionMode):
             if parameter.requires_grad
         }
         self._record(trained.values())
+        shards = FlatShards(model)
         # The first gradient of each parameter is the last in the reversed order.
         first = {id(parameter): grad for parameter, grad in reversed(self.gradients)}
-        results: dict[str, Value] = dict(zip(("loss", "evaluation loss"), losses, strict=False))
+        results: dict[str, Tensor | None] = {}
+        for name, loss in zip(("loss", "evaluation loss"), losses, strict=False):
+            results[name] = None if loss is None else _whole(loss)
         for name, parameter in trained.items():
-            results[f"gradient of {name}"] = first[id(parameter)]
+            grad = first[id(parameter)]
+            results[f"gradient of {name}"] = _whole_of(parameter, grad, shards)
         for name, parameter in trained.items():
-            results[f"weight {name}"] = parameter
+            results[f"weight {name}"] = _whole_of(parameter, parameter, shards)
         return Outcome(
             forwards=self.forwards,
-            results={name: _whole(x) for name, x in results.items() if x is not None},
-            gradients=[None if grad is None else _whole(grad) for _, grad in self.gradients],
+            results={name: x for name, x in results.items() if x is not None},
+            gradients=[_whole_of(parameter, grad, shards) for parameter, grad in self.gradients],
             after_backward={
                 name: _whole(self.after_backward[id(parameter)])
                 for name, parameter in trained.items()
-                if id(parameter) in self.after_backward
+                if id(parameter) in self.after_backward and parameter not in shards
             },
             numbers=self.numbers,
             means=self.means,
             masks=self.masks,
             has_dropout=self.has_dropout,
             draws=self.draws,
+            seeds=self.seeds,
             first_sums={
                 name: self.first_sums[id(parameter)]
                 for name, parameter in trained.items()
                 if id(parameter) in self.first_sums
             },
-            owners={
-                name: _owners(parameter)
-                for name, parameter in trained.items()
-                if isinstance(parameter, DTensor)
-            },
+            owners=self._owners(trained, shards),
         )
+
+    def _owners(self, trained: Mapping[str, nn.Parameter], shards: FlatShards) -> dict[str, Tensor]:
+        """Return the rank that has each element of each sharded parameter."""
+        found = {}
+        for name, parameter in trained.items():
+            if isinstance(parameter, DTensor):
+                found[name] = _owners(parameter)
+            elif parameter in shards:
+                of_rank = torch.full_like(parameter, dist.get_rank(), dtype=torch.int32)
+                owners = shards.whole(parameter, of_rank)
+                if owners is not None:
+                    found[name] = owners
+        return found
 
 
 def _generator_state() -> bytes:
@@ -694,6 +761,13 @@ def _owners(parameter: DTensor) -> Tensor:
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return _whole(owners)
+
+
+def _whole_of(parameter: Tensor, x: Tensor | None, shards: FlatShards) -> Tensor | None:
+    """Return a parameter, or its gradient, as a whole tensor on the CPU."""
+    if parameter in shards:
+        return shards.whole(parameter, x)
+    return None if x is None else _whole(x)
 
 
 def _whole(x: Value) -> Tensor:

@@ -121,6 +121,7 @@ def trials_of(
     yield from _attention(twin, ranks, held)
     yield from _dropout(twin, ranks, unexplained)
     yield from _random_numbers(twin, ranks, held)
+    yield from _set_seeds(ranks)
 
 
 def _weights(ranks: Sequence[Outcome]) -> Iterator[Trial]:
@@ -425,14 +426,16 @@ def _random_numbers(
 ) -> Iterator[Trial]:
     """Yield a trial in which each row has the same random numbers on the ranks and in the twin.
 
-    These are of noise and random masks, and of dropout beside them.
+    These are of noise and random masks, in a forward or before it, and of dropout in addition.
     """
-    if all(draw.is_dropout for draw in twin.draws):
+    if not _have_same_places([twin, *ranks]):
+        return
+    drawn_together = [*zip(twin.draws, *(rank.draws for rank in ranks), strict=True)]
+    differing = [whole for whole, *each in drawn_together if not _are_the_twins(whole, each)]
+    if all(draw.is_dropout for draw in differing):
         return
     changes: dict[int, Change] = {}
     for rank, outcome in enumerate(ranks):
-        if not _have_same_places([twin, outcome]):
-            return
         replacements = {}
         for i, (whole, drawn) in enumerate(zip(twin.draws, outcome.draws, strict=True)):
             replacement = _replacement(i, whole, drawn, twin, rank, held)
@@ -440,7 +443,7 @@ def _random_numbers(
                 return
             replacements["drawn", i] = replacement
         changes[rank] = replacements
-    places = listed(dict.fromkeys(draw.place for draw in twin.draws if not draw.is_dropout))
+    places = listed(dict.fromkeys(draw.place for draw in differing if not draw.is_dropout))
     seeds = _seeds(twin, ranks, is_dropout=False)
     if seeds is None:
         seeds = (
@@ -454,6 +457,39 @@ def _random_numbers(
     )
     finding = Finding("random numbers", seeds, tested)
     yield Trial(finding, changes, on_ranks=True, in_twin=True)
+
+
+def _are_the_twins(whole: Draw, each: Sequence[Draw]) -> bool:
+    """Return whether all ranks have drawn the numbers of the twin."""
+    return all(draw.shape == whole.shape for draw in each) and are_same([whole, *each])
+
+
+def _set_seeds(ranks: Sequence[Outcome]) -> Iterator[Trial]:
+    """Yield trials in which all ranks set the seeds of rank 0, by the function that sets them."""
+    each = [rank.seeds for rank in ranks]
+    places = [[(seed.function, seed.place) for seed in of_rank] for of_rank in each]
+    if any(of_rank != places[0] for of_rank in places):
+        return
+    wrong: dict[str, list[int]] = {}
+    for i, seeds in enumerate(zip(*each, strict=True)):
+        if len({seed.value for seed in seeds}) > 1:
+            wrong.setdefault(seeds[0].function, []).append(i)
+    subsets = [[*wrong]] if len(wrong) == 1 else [[*wrong], *([name] for name in wrong)]
+    for chosen in subsets if wrong else ():
+        indices = [i for name in chosen for i in wrong[name]]
+        first = indices[0]
+        given = ", ".join(f"{seeds[first].value} on rank {r}" for r, seeds in enumerate(each))
+        where = listed(dict.fromkeys(each[0][i].place for i in indices))
+        text = (
+            f"{listed(chosen)} gets different seeds on the ranks ({given}) in {where}, but the "
+            "numbers that follow are of all rows, or of the same rows: set one seed on all ranks"
+        )
+        tested = "the ranks ran again with the seeds of rank 0, and had the twin's results"
+        changes: dict[int, Change] = {
+            rank: {("seed", i): each[0][i].value for i in indices} for rank in range(len(ranks))
+        }
+        finding = Finding("random numbers", text, tested)
+        yield Trial(finding, changes, on_ranks=True, in_twin=False)
 
 
 def _have_same_places(outcomes: Sequence[Outcome]) -> bool:

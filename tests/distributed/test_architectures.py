@@ -72,6 +72,19 @@ VARIANTS = [
         "mixes rows",
     ),
     (
+        Variant(
+            "esm",
+            "EsmForSequenceClassification",
+            (("token_dropout", True), ("mask_token_id", 21)),
+            "masked",
+        ),
+        "refused: EsmForSequenceClassification has token_dropout",
+    ),
+    (
+        Variant("t5gemma2", "T5Gemma2ForConditionalGeneration", (), "encoder-decoder"),
+        "refused: T5Gemma2ForConditionalGeneration computes self-attention and cross-attention",
+    ),
+    (
         Variant("gemma4_text", "Gemma4ForCausalLM", (("use_bidirectional_attention", "all"),)),
         "refused: Gemma4ForCausalLM has use_bidirectional_attention='all'",
     ),

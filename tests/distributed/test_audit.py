@@ -72,10 +72,18 @@ def test_dropout_is_named(ranks: Any, evaluates: bool) -> None:
         ("noise", "samples of the rank", "ranks draw different numbers|or of all rows"),
         ("noise", "noise of the rank", "are others on the ranks than in one process"),
         ("dropout", "of one seed", "dropout: all ranks draw the same numbers|for different rows"),
+        ("seeded", "numpy of the rank", "numpy.random.seed gets different seeds|(0 on rank 0, 1"),
+        ("seeded", "generator of the rank", "numpy.random.default_rng gets different seeds"),
+        ("seeded", "random of the rank", "random.seed gets different seeds|of all rows"),
+        ("seeded", "noise of one seed", "all ranks draw the same numbers|for different rows"),
     ],
 )
 def test_seeds_are_named(ranks: Any, kind: str, bug: str, words: str) -> None:
-    step = audit_unexplained.noisy if kind == "noise" else audit_unexplained.dropped
+    step = {
+        "noise": audit_unexplained.noisy,
+        "dropout": audit_unexplained.dropped,
+        "seeded": audit_unexplained.seeded,
+    }[kind]
     report = judged(partial(step, bug), ranks, 2)
     (finding,) = report.diagnoses[0].findings
     assert not report.diagnoses[0].unexplained, str(report)
@@ -174,6 +182,17 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "mask of one seed": "random numbers",
         "samples of the rank": "random numbers",
     },
+    "seeded": {
+        "numpy of the rank": "random numbers",
+        "generator of the rank": "random numbers",
+        "random of the rank": "random numbers",
+        "noise of the rank": "random numbers",
+        "noise of one seed": "random numbers",
+    },
+    "fsdp1": {
+        "averaged": "gradient scale",
+        "clipped by the shard's norm": "gradient clipping",
+    },
 }
 
 
@@ -230,6 +249,12 @@ def test_what_no_hypothesis_explains_is_said(kind: str, bug: str, ranks: Any) ->
     report = judged(partial(steps(kind), bug), ranks, 2)
     assert not report.ok and not contracts(report)
     assert report.diagnoses[0].unexplained and "not explained" in str(report)
+
+
+def test_fsdp1_without_names_of_parameters_is_refused(ranks: Any) -> None:
+    step = partial(audit_unexplained.fsdp1, "parameters without names")
+    with pytest.raises(Exception, match="use_orig_params=True, or use .*fully_shard"):
+        judged(step, ranks, 2)
 
 
 @pytest.mark.slow

@@ -100,6 +100,7 @@ registered: dict[str, Registered] = {}
 OTHER_ROWS = {
     "index_topk": "with which an indexer chooses the keys of each query",
     "trigram_input": "with which a row's embedding mixes three rows",
+    "token_dropout": "with which embeddings are scaled by the share of masks in the sequence",
 }
 
 # Keywords of a forward whose values are positions, from which it computes a loss over all rows.
@@ -257,6 +258,12 @@ def refuse_by_code(model: Model) -> None:
             f"{name} adds a bias by relative position to the scores of attention, which is not "
             "supported: use it on one rank, with another attn_implementation"
         )
+    if _merges_attention(model):
+        raise NotImplementedError(
+            f"{name} computes self-attention and cross-attention in one call, over the keys of the "
+            "decoder and the encoder together, which is not supported: use it on one rank, with "
+            "another attn_implementation"
+        )
     text_config = config.get_text_config()
     if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
         raise NotImplementedError(
@@ -269,6 +276,13 @@ def refuse_by_code(model: Model) -> None:
                 f"{name} has {option}, {why}: this needs rows of other ranks in a way that is not "
                 "built"
             )
+
+
+def _merges_attention(model: Model) -> bool:
+    """Return whether a decoder attends to its rows and the encoder's in one call (T5Gemma 2)."""
+    names = vars(sys.modules[type(model).__module__])
+    is_merged = any(name.endswith("MergedAttention") for name in names)
+    return is_merged and bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def _before(
