@@ -245,10 +245,10 @@ def test_the_second_stage_is_what_refuses_and_accepts() -> None:
     layout = SequenceLayout.zigzag(SEQLEN, 2)
     part = shard_batch({"input_ids": ids_of(False)[0]}, layout, dist.get_rank())
     with register():
-        blind = mock.patch.object(probe_ranks, "_difference", lambda usual, other: 0.0)
+        blind = mock.patch.object(probe_ranks, "greatest_difference", lambda usual, other: 0.0)
         with blind, refused(NotImplementedError, "layers.1.mlp (Mixing) mixes rows"):
             mixing_llama({1: "mean of all"}, layout)(**part, sequence_layout=layout)
-        with mock.patch.object(probe_ranks._Judge, "_num_needed", lambda self, finding: 0):
+        with mock.patch.object(probe_ranks.Judge, "num_needed", lambda self, finding: 0):
             mixing_llama({1: "mean"}, layout)(**part, sequence_layout=layout)
 
 

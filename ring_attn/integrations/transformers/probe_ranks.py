@@ -80,7 +80,7 @@ def check_mixing(
             raise _not_judged(model, found)
         if not found:
             return
-        seen = _Judge(search, found, group).seen_on_ranks(partial(own_inputs, model, given))
+        seen = Judge(search, found, group).seen_on_ranks(partial(own_inputs, model, given))
     if isinstance(seen, _Problem):
         raise _not_judged(model, seen)
     for finding, (num_seeing, num_needed) in zip(found, seen, strict=True):
@@ -137,7 +137,7 @@ def _parts_that_mix(
 # -- the second stage
 
 
-class _Judge:
+class Judge:
     """Runs parts that mix rows again, with other values in the rows of some ranks."""
 
     def __init__(
@@ -165,11 +165,11 @@ class _Judge:
             return _Problem(error, failed[0])
         counts = each.sum(0).tolist()
         return [
-            (count, self._num_needed(finding))
+            (count, self.num_needed(finding))
             for count, finding in zip(counts, self.findings, strict=True)
         ]
 
-    def _num_needed(self, finding: Finding) -> int:
+    def num_needed(self, finding: Finding) -> int:
         """Return the number of ranks that must see a change of other ranks' rows.
 
         What depends on the first token only does not see other rows on the rank with this token.
@@ -236,19 +236,19 @@ class _Judge:
             self.splice.begin(None)
             usual = run(NO_ROWS)
             self.splice.begin(NO_ROWS)
-            noise = _difference(usual, run(NO_ROWS))
+            noise = greatest_difference(usual, run(NO_ROWS))
             sees = False
             for rank in (0, self.world_size - 1):
                 moved = ALL_ROWS if rank == self.rank else NO_ROWS
                 self.splice.begin(moved)
-                difference = _difference(usual, run(moved))
+                difference = greatest_difference(usual, run(moved))
                 sees |= rank != self.rank and difference > 2 * noise
         finally:
             self._is_inside = False
         self.seen[index] = self.seen.get(index, True) and sees
 
 
-def _difference(usual: list[Tensor], other: list[Tensor]) -> float:
+def greatest_difference(usual: list[Tensor], other: list[Tensor]) -> float:
     """Return the greatest difference between results."""
     differences = [
         float((y.double() - x.double()).abs().nan_to_num(0.0).max())
