@@ -60,6 +60,8 @@ SIZES["tie_word_embeddings"] = False
 KEPT_NONE = {"q_lora_rank", "n_inner", "n_group"}
 # By default these states, of 128 heads and chunks of 256 rows, take most of the time of all models.
 SMALL_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
+# By default an image of the tiny models is one patch, which two ranks cannot share.
+SMALL_PATCHES = {"tubelet_size": [1, 4, 4], "num_spatial_layers": 2, "num_temporal_layers": 2}
 # Options that must go with the sizes.
 SPECIAL: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": SMALL_MAMBA,
@@ -70,6 +72,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "Mamba2ForCausalLM": {"num_heads": 2, "head_dim": 64, "n_groups": 1},
     "LongcatFlashForCausalLM": {"zero_expert_num": 2},
+    "VideoPrismForVideoClassification": SMALL_PATCHES,
+    "VideoPrismVisionModel": SMALL_PATCHES,
 }
 
 HEADS = {
