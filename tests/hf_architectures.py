@@ -63,6 +63,8 @@ SIZES["tie_word_embeddings"] = False
 KEPT_NONE = {"q_lora_rank", "n_inner", "n_group", "topk_group"}
 # By default these states, of 128 heads and chunks of 256 rows, take most of the time of all models.
 SMALL_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
+# By default an image of the tiny models is one patch, which two ranks cannot share.
+SMALL_PATCHES = {"tubelet_size": [1, 4, 4], "num_spatial_layers": 2, "num_temporal_layers": 2}
 SMALL_PERCEIVER = {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 1}
 SMALL_REFORMER = {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_buckets": 4}
 # Its attention has the hidden states of the layer and of the embeddings side by side.
@@ -135,6 +137,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "XmodForMaskedLM": {"default_language": "en_XX"},
     "ZambaForCausalLM": HYBRID,
     "Zamba2ForCausalLM": HYBRID,
+    "VideoPrismForVideoClassification": SMALL_PATCHES,
+    "VideoPrismVisionModel": SMALL_PATCHES,
 }
 
 HEADS = {

@@ -44,7 +44,14 @@ AUDIO = {
     "layerdrop": 0.0,
     "initializer_range": 0.15,
 } | dict.fromkeys(
-    ("hidden_dropout", "attention_dropout", "feat_proj_dropout", "final_dropout"), 0.0
+    (
+        "hidden_dropout",
+        "attention_dropout",
+        "activation_dropout",
+        "feat_proj_dropout",
+        "final_dropout",
+    ),
+    0.0,
 )
 SEQ2SEQ = {
     "vocab_size": VOCAB,

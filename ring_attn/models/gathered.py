@@ -3,6 +3,8 @@
 gather_rows           each rank has a loss of its own        sums the gradients of the ranks
 gather_own_rows       all ranks have the same loss           takes the rank's own rows
 counted_on_one_rank   all ranks have the same loss of `x`    zero except on one rank
+
+`of_ranks` gathers facts that ranks compare, such as flags.
 """
 
 from __future__ import annotations
@@ -46,6 +48,13 @@ def counted_on_one_rank(x: Tensor, *, is_counted: bool) -> Tensor:
     """
     same: Tensor = _Counted.apply(x, is_counted)
     return same
+
+
+def of_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, (ranks, ...), without a gradient."""
+    world_size = dist.get_world_size(group)
+    one_each = SequenceLayout.contiguous(world_size, world_size)
+    return unshard(x[None], one_each, group=group, dim=0)
 
 
 class _RowsOfAll(torch.autograd.Function):

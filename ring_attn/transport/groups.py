@@ -17,6 +17,7 @@ from ring_attn.torch_private import flattened, group_by_name, is_traced_as_const
 from ring_attn.transport.options import TransportOptions
 from ring_attn.values.checks import check_flag, check_int, check_number, check_type
 from ring_attn.values.compiling import cached
+from ring_attn.values.probing import probing
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -35,6 +36,8 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 def check_group(group: Group) -> dist.ProcessGroup:
     """Return the process group: `group` itself, the group of a mesh, or the default group."""
+    if not torch.compiler.is_compiling() and probing.alone:
+        raise RuntimeError("each rank probes the model by itself, and calls no other rank")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "no process group: call torch.distributed.init_process_group, or run under "

@@ -6,9 +6,10 @@ import threading
 
 
 class _Probing(threading.local):
-    """Whether this thread probes a model."""
+    """Whether this thread probes a model, and whether it must not call other ranks there."""
 
     on = False
+    alone = False
 
 
 probing = _Probing()

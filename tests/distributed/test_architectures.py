@@ -23,7 +23,7 @@ SOME = {
     "RobertaForCausalLM": "right",
     "BloomForCausalLM": OWN_CODE,
     "BartForCausalLM": OWN_POSITIONS,
-    "RecurrentGemmaForCausalLM": "RecurrentGemmaRglru) mixes rows of the sequence",
+    "RecurrentGemmaForCausalLM": "RecurrentGemmaRecurrentBlock) mixes rows of the sequence",
     "MobileBertForMaskedLM": "trigram_input",
     "T5ForConditionalGeneration": "a bias by relative position",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 from unittest import mock
 
@@ -13,9 +12,9 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from ring_attn import SequenceLayout, pool, shard_batch
+from ring_attn import SequenceLayout, halo, pool, shard_batch
 from ring_attn.integrations.transformers import models as integration
-from ring_attn.integrations.transformers import probe, register
+from ring_attn.integrations.transformers import probe, probe_ranks, register
 from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close, named
 from tests.distributed.pool import Pools, on_ranks
@@ -160,11 +159,11 @@ def test_heads_that_pool(ranks: Pools, name: str, padded: bool) -> None:
 
 
 class Mixing(nn.Module):
-    """A part that adds something of other rows."""
+    """A part that adds something of other rows, of all ranks or of its own rank only."""
 
-    def __init__(self, inner: nn.Module, kind: str) -> None:
+    def __init__(self, inner: nn.Module, kind: str, layout: SequenceLayout) -> None:
         super().__init__()
-        self.inner, self.kind = inner, kind
+        self.inner, self.kind, self.layout = inner, kind, layout
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(x)
@@ -172,7 +171,28 @@ class Mixing(nn.Module):
             return out + 0.1 * out.mean(1, keepdim=True)
         if self.kind == "neighbour":
             return out + 0.01 * out.roll(1, 1)
+        if self.kind == "mean of all":
+            total = out.sum(1, keepdim=True)
+            dist.all_reduce(total)
+            return out + 0.1 * total / self.layout.seqlen
+        if self.kind == "pool":  # takes the rows of this layout only
+            return out + 0.1 * pool(out, self.layout, "mean")[:, None]
+        if self.kind == "neighbour of all":
+            before = [run[:, :-1] for run in halo(out, self.layout, 1)]
+            return out + 0.01 * torch.cat(before, 1)
         return out
+
+
+class OfNeighbours(Mixing):
+    """A part of another class."""
+
+
+def mixing_llama(kinds: dict[int, str], layout: SequenceLayout) -> Any:
+    """A model with parts that mix rows, by the index of the layer."""
+    llama = make("LlamaForSequenceClassification", "ring_attn").model
+    for index, kind in kinds.items():
+        llama.layers[index].mlp = Mixing(llama.layers[index].mlp, kind, layout)
+    return llama
 
 
 @pytest.mark.parametrize("kind", ["mean", "neighbour", "none", "off"])
@@ -181,9 +201,7 @@ def test_parts_that_mix_rows_are_named(kind: str) -> None:
     layout = SequenceLayout.zigzag(SEQLEN, 2)
     part = shard_batch({"input_ids": ids_of(False)[0]}, layout, dist.get_rank())
     with register(probe=kind != "off"):
-        model = make("LlamaForSequenceClassification", "ring_attn")
-        llama = model.model
-        llama.layers[1].mlp = Mixing(llama.layers[1].mlp, "mean" if kind == "off" else kind)
+        llama = mixing_llama({1: "mean" if kind == "off" else kind}, layout)
         if kind in ("none", "off"):
             llama(**part, sequence_layout=layout)
             assert not probe.probing.on and not llama.training
@@ -192,6 +210,47 @@ def test_parts_that_mix_rows_are_named(kind: str) -> None:
         for _ in range(2):  # it is not forgotten
             with refused(NotImplementedError, words):
                 llama(**part, sequence_layout=layout)
+
+
+@on_ranks(3)
+def test_parts_that_see_rows_of_other_ranks_are_accepted() -> None:
+    layout = SequenceLayout.zigzag(SEQLEN, 3)
+    part = shard_batch({"input_ids": ids_of(False)[0]}, layout, dist.get_rank())
+    with register():
+        for kind in ("mean of all", "pool", "neighbour of all"):
+            mixing_llama({0: kind, 1: kind}, layout)(**part, sequence_layout=layout)
+        # A part behind a right one is judged by itself.
+        for kind in ("mean of all", "pool"):
+            llama = mixing_llama({0: kind, 1: "mean"}, layout)
+            with refused(
+                NotImplementedError, "layers.1.mlp (Mixing) mixes rows|trusted=['Mixing']"
+            ):
+                llama(**part, sequence_layout=layout)
+
+
+@on_ranks(2)
+def test_trusted_parts_are_not_judged_but_others_are() -> None:
+    layout = SequenceLayout.zigzag(SEQLEN, 2)
+    part = shard_batch({"input_ids": ids_of(False)[0]}, layout, dist.get_rank())
+    with register(trusted=["Mixing"]):
+        mixing_llama({0: "mean", 1: "neighbour"}, layout)(**part, sequence_layout=layout)
+        llama = mixing_llama({0: "mean"}, layout)
+        llama.layers[1].mlp = OfNeighbours(llama.layers[1].mlp, "neighbour", layout)
+        with refused(NotImplementedError, "layers.1.mlp (OfNeighbours) mixes rows"):
+            llama(**part, sequence_layout=layout)
+
+
+@on_ranks(2)
+def test_the_second_stage_is_what_refuses_and_accepts() -> None:
+    """Planted faults: a judge that sees nothing, and one that sees a change everywhere."""
+    layout = SequenceLayout.zigzag(SEQLEN, 2)
+    part = shard_batch({"input_ids": ids_of(False)[0]}, layout, dist.get_rank())
+    with register():
+        blind = mock.patch.object(probe_ranks, "greatest_difference", lambda usual, other: 0.0)
+        with blind, refused(NotImplementedError, "layers.1.mlp (Mixing) mixes rows"):
+            mixing_llama({1: "mean of all"}, layout)(**part, sequence_layout=layout)
+        with mock.patch.object(probe_ranks.Judge, "num_needed", lambda self, finding: 0):
+            mixing_llama({1: "mean"}, layout)(**part, sequence_layout=layout)
 
 
 @on_ranks(2)
@@ -232,24 +291,39 @@ def test_rows_are_compared_in_outputs_of_any_number_of_dims() -> None:
     assert probe.other_rows(before.view(5, 1, 1), after.view(5, 1, 1), 2) == (4,)
 
 
+def refuses_rows(ranks: tuple[int, ...], rows: tuple[int, ...]) -> Any:
+    """Return a hook that fails in a probe on some ranks, for some numbers of rows."""
+
+    def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if probe.probing.on and dist.get_rank() in ranks and args[0].size(1) in rows:
+            raise RuntimeError(f"{args[0].size(1)} rows")
+
+    return hook
+
+
 @on_ranks(2)
-def test_a_model_that_cannot_be_probed_is_logged() -> None:
+def test_a_model_that_cannot_be_probed_is_refused_or_trusted() -> None:
     layout = SequenceLayout.zigzag(SEQLEN, 2)
     part = shard_batch({"input_ids": ids_of(False)[0]}, layout, dist.get_rank())
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("ring_attn").addHandler(handler)
-    try:
-        with register():
-            model = make("LlamaForSequenceClassification", "ring_attn").model
+    own = layout.shard_len(dist.get_rank())
 
-            def refuses_few_rows(layer: nn.Module, args: tuple[Any, ...]) -> None:
-                if args[0].size(1) == probe.ROWS:
-                    raise RuntimeError("23 rows")
+    def run(kind: str, ranks: tuple[int, ...], rows: tuple[int, ...]) -> None:
+        llama = mixing_llama({1: kind}, layout)
+        llama.layers[0].register_forward_pre_hook(refuses_rows(ranks, rows))
+        llama(**part, sequence_layout=layout)
 
-            model.layers[0].register_forward_pre_hook(refuses_few_rows)
-            model(**part, sequence_layout=layout)
-    finally:
-        logging.getLogger("ring_attn").removeHandler(handler)
-    assert "LlamaModel could not be probed" in records[0].getMessage()
+    with register():
+        # The inputs of the forward are taken instead of random tokens.
+        run("none", (0, 1), (probe.ROWS,))
+        run("mean of all", (0, 1), (probe.ROWS,))
+        run("pool", (1,), (probe.ROWS,))
+        with refused(NotImplementedError, "layers.1.mlp (Mixing) mixes rows|ring_attn.halo"):
+            run("neighbour", (1,), (probe.ROWS,))
+        reason = f"RuntimeError: {own} rows" if dist.get_rank() else "rank 1 has the error"
+        words = f"LlamaModel could not be probed|({reason})|register(trusted=['LlamaModel'])"
+        with refused(NotImplementedError, words):
+            run("none", (1,), (probe.ROWS, own))
+    with register(trusted=["LlamaModel"]):
+        run("none", (1,), (probe.ROWS, own))
+    with refused(TypeError, "trusted must be a sequence"):
+        register(trusted="LlamaModel")

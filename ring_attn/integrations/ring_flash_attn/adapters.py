@@ -69,6 +69,11 @@ class Substitution:
         return False
 
     @property
+    def trusted(self) -> frozenset[str]:
+        """Classes that are not judged: no model is probed."""
+        return frozenset()
+
+    @property
     def gather(self) -> bool:
         """Whether models that number their own rows gather them; such models are refused."""
         return True

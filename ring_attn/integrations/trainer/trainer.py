@@ -557,12 +557,6 @@ def check_one_group(trainer: HFTrainer) -> None:
     """
     name, ring = type(trainer.model).__name__, trainer.ring
     world_size = dist.get_world_size()
-    loss = getattr(trainer.model.loss_function, "__name__", None)
-    if loss == "ForCTCLoss":
-        raise NotImplementedError(
-            f"the loss of {name} is {loss}, which is not supported by split_sequence: write your "
-            "own training loop with ring_attn.sync_gradients"
-        )
     if ring.size < world_size:
         raise NotImplementedError(
             f"{name} numbers its rows itself, and its loss may be a mean over the batch of one "

@@ -105,6 +105,7 @@ class Registration:
         ignore: keywords of a forward that the attention ignores.
         probe: whether models are probed for other parts that mix rows.
         gather: whether models that number their own rows gather them after their last layer.
+        trusted: classes of parts and models that the probe does not judge.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Registration:
     ignore: frozenset[str]
     probe: bool = True
     gather: bool = True
+    trusted: frozenset[str] = frozenset()
 
     def unregister(self) -> None:
         """Remove the name; models that still use it will raise an error."""
@@ -271,9 +273,9 @@ class Registration:
             rows = (whole,) if batch_mask is None else batch_mask.rows
             beyond = batch_mask is not None and batch_mask.beyond_windows
             row_masks = [
-                _mask_of_keys(seqlens, row[0])
-                if cross
-                else mask_of(seqlens[1], row, rule, None, beyond)
+                mask_of(seqlens[1], row, rule, None, beyond)
+                if rule.chunk or row[1]
+                else _mask_of_keys(seqlens, row[0], rule)
                 for row in rows
             ]
             options["mask"] = row_masks if len({*rows}) > 1 else row_masks[0]
@@ -467,6 +469,7 @@ def register(
     name: str = "ring_attn",
     ignore: Collection[str] = (),
     probe: bool = True,
+    trusted: Collection[str] = (),
     gather: bool = True,
     **execution: Unpack[ExecutionOptions],
 ) -> Registration:
@@ -497,8 +500,13 @@ def register(
             custom loss function.
         probe: whether to look for parts of a model, other than attention, that mix rows, before its
             first forward on several ranks. This takes four forwards of 23 random tokens on each
-            rank, in evaluation mode and without gradients. For models that number their own rows
-            it takes two forwards of the inputs.
+            rank, in evaluation mode and without gradients. A part that mixes rows must see rows of
+            other ranks; to test this takes a forward of the inputs without attention, in which the
+            part runs five times. For models that number their own rows the probe takes two
+            forwards of the inputs.
+        trusted: names of classes that the probe does not judge: of parts that are right although
+            they mix rows of one rank only, and of models that cannot be probed, which are refused
+            otherwise.
         gather: whether models that number their own rows gather the rows of all ranks after their
             last layer. With False, the rows of this rank are left, for models without a head.
         **execution: strategy, backend, same_bits and transport, as for `ring_attention`.
@@ -522,19 +530,22 @@ def register(
     check_execution(execution)
     groups.check_group_type(group)
     checks.check_name("name", name)
-    ignored = frozenset(
-        checks.check_name("each of ignore", each) for each in as_tuple("ignore", ignore)
-    )
+    ignored = _check_names("ignore", ignore)
+    trusted_classes = _check_names("trusted", trusted)
     _check_layout_name(layout)
     _check_free_name(package, name)
     check_flag("probe", probe)
     check_flag("gather", gather)
-    ring = Registration(name, group, layout, execution, ignored, probe, gather)
+    ring = Registration(name, group, layout, execution, ignored, probe, gather, trusted_classes)
     watch_models(package)
     registered[name] = ring
     package.AttentionInterface.register(name, ring.attend)
     package.AttentionMaskInterface.register(name, ring.mask)
     return ring
+
+
+def _check_names(option: str, names: Collection[str]) -> frozenset[str]:
+    return frozenset(checks.check_name(f"each of {option}", x) for x in as_tuple(option, names))
 
 
 def _check_layout_name(layout: object) -> None:
@@ -586,10 +597,17 @@ def _check_arguments(
             raise NotImplementedError(f"{name} reached the attention: {reason}")
 
 
-def _mask_of_keys(seqlens: tuple[int, int], keys: KeyRange) -> Mask:
-    """Return the mask of cross-attention to the keys of one row of the batch."""
+def _mask_of_keys(seqlens: tuple[int, int], keys: KeyRange, rule: Rule) -> Mask:
+    """Return the mask in which the queries of one row of the batch see only these keys.
+
+    Queries of padding see them, too, as in transformers: the logits of a whole batch, with which
+    speech is decoded and metrics are computed, contain the rows of padding.
+    """
     seqlen_q, seqlen_k = seqlens
-    return masks.from_slices(seqlen_q, seqlen_k, [(0, seqlen_q, *keys, None, None)])
+    left, right = rule.window
+    lo = None if left < 0 else -left
+    hi = 0 if rule.causal else None if right < 0 else right
+    return masks.from_slices(seqlen_q, seqlen_k, [(0, seqlen_q, *keys, lo, hi)])
 
 
 def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:

@@ -34,8 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.integrations.transformers.probe import probe_mode
 from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
-from ring_attn.models.batch import unshard
-from ring_attn.models.gathered import gather_rows
+from ring_attn.models.gathered import gather_rows, of_ranks
 from ring_attn.models.pooling import share_of_gradient
 
 # Arguments of layers that have a row for each row of the hidden states, and the dim of these rows.
@@ -464,21 +463,14 @@ def _refuse_on_all_ranks(
 ) -> None:
     """Raise the problem of this rank, or name a rank that has one."""
     flag = torch.tensor([problem is not None], dtype=torch.int32, device=device)
-    of_ranks = _of_ranks(flag, group).flatten().nonzero().flatten().tolist()
+    failed = of_ranks(flag, group).flatten().nonzero().flatten().tolist()
     if problem is not None:
         raise problem
-    if of_ranks:
+    if failed:
         raise NotImplementedError(
             f"the layers of {name} cannot be computed from a part of the rows, as rank "
-            f"{of_ranks[0]} has found: its error names the reason"
+            f"{failed[0]} has found: its error names the reason"
         )
-
-
-def _of_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, (ranks, ...)."""
-    world_size = dist.get_world_size(group)
-    one_each = SequenceLayout.contiguous(world_size, world_size)
-    return unshard(x[None], one_each, group=group, dim=0)
 
 
 @contextmanager
@@ -536,9 +528,9 @@ def _compare_ranks(name: str, x: Tensor, group: dist.ProcessGroup) -> None:
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, (x.size(-1),), generator=generator).to(x.device) * 2 - 1
     digest = (x.double() * signs).sum(-1)  # (batch, rows) or (rows,)
-    of_ranks = _of_ranks(digest, group)
-    limit = torch.finfo(x.dtype).eps ** 0.5 * of_ranks.abs().amax()
-    is_other = (of_ranks - of_ranks[0]).abs().flatten(1) > limit  # (ranks, rows)
+    each = of_ranks(digest, group)
+    limit = torch.finfo(x.dtype).eps ** 0.5 * each.abs().amax()
+    is_other = (each - each[0]).abs().flatten(1) > limit  # (ranks, rows)
     differing = is_other.any(1).nonzero().flatten().tolist()
     if differing:
         raise ValueError(
