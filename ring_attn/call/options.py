@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypedDict
 
@@ -65,7 +65,8 @@ class Options:
     strategy: str | Strategy = "ring"
     backend: str = "auto"
     same_bits: bool | None = None
-    transport: TransportOptions = TransportOptions()
+    # Made by a factory: torch.compile of torch 2.11 cannot trace an object as a default value.
+    transport: TransportOptions = field(default_factory=TransportOptions)
     layout: str | None = None
     group: str = ""
     mesh_shape: tuple[int, ...] = ()

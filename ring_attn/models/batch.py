@@ -115,6 +115,7 @@ def shard_batch(
     """
     check_type("batch", batch, Mapping, "a dict of tensors")
     check_type("layout", layout, SequenceLayout)
+    dim = as_int("dim", dim)
     for name in TENSORS & batch.keys():
         check_tensor(f"batch[{name!r}]", batch[name])
     sequence_dims = _sequence_dims(batch, dim, dims or {})
