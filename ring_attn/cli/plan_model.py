@@ -127,9 +127,9 @@ def run(args: argparse.Namespace, cluster: Cluster, documents: list[int] | None)
 
 def job_of(args: argparse.Namespace, cluster: Cluster, documents: list[int] | None) -> Job:
     """Return the job of the options, on the smallest number of ranks for --target."""
+    # First, since a model takes seconds to read.
+    degrees = _degrees(args, args.world_size or _fewest_ranks(args))
     model = sized(read_model(args.model), args.dtype)
-    world_size = args.world_size or _fewest_ranks(args)
-    degrees = _degrees(args, world_size)
     check_degrees(degrees, model.architecture)
     memory = args.memory_bytes or cluster.device.memory_bytes or float("inf")
     if memory == float("inf") and (args.fits or args.target is not None):

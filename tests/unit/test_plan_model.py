@@ -13,6 +13,7 @@ import torch
 
 from ring_attn.cli import main as cli
 from ring_attn.cli import plan as command
+from ring_attn.cli import plan_model
 from ring_attn.planning.devices import builtin_cluster, cpu_cluster
 from ring_attn.planning.model import attention as attention_of_model
 from ring_attn.planning.model import formulas, job, report, traced
@@ -547,6 +548,17 @@ def test_wrong_options_are_one_line(
     found = capsys.readouterr()
     assert text in found.err and found.err.count("\n") == 1 and found.out == ""
     assert not out.exists()
+
+
+def test_degrees_are_checked_before_the_model_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(name: str) -> None:
+        pytest.fail(f"{name} was read")
+
+    monkeypatch.setattr(plan_model, "read_model", read)
+    assert cli.main([*PLAN, "--model", "llama-3-8b", *SIZES, "--cp", "3"]) == 2
+    assert "--cp must divide" in capsys.readouterr().err
 
 
 CONFIGS: list[tuple[object, str]] = [
