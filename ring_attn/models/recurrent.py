@@ -243,6 +243,14 @@ def functions_of(layer: nn.Module) -> set[str]:
     return SPLITS.keys() & called & forward.__globals__.keys()
 
 
+def has_own_kind(layer: nn.Module) -> bool:
+    """Return whether a layer calls a function that a user has registered.
+
+    No version of such a function that mixes no rows is known.
+    """
+    return not functions_of(layer) <= BY_ROW.keys()
+
+
 def split_functions(layer: nn.Module, functions: Collection[str]) -> None:
     """Replace known functions in a layer's Python file by dispatchers, which read the place."""
     forward = cast(FunctionType, inspect.unwrap(type(layer).forward))
@@ -270,7 +278,7 @@ def _dispatching(name: str, function: Function) -> Function:
     def call(*args: object, **kwargs: object) -> object:
         place = current.place
         if current.by_row:
-            return BY_ROW[name](*args, **kwargs)
+            return BY_ROW.get(name, function)(*args, **kwargs)
         if place is None:
             return function(*args, **kwargs)
         current.called.add(name)

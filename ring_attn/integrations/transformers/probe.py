@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ring_attn.integrations.transformers.untyped import Keywords, Model, Value
-from ring_attn.models.recurrent import current
+from ring_attn.models.recurrent import current, has_own_kind
 from ring_attn.torch_private import tree_leaves, tree_map_only
 from ring_attn.values.probing import probing
 
@@ -348,8 +348,12 @@ class Search:
     def __init__(self, model: Model, pools: bool, trusted: Collection[str]) -> None:
         self.model, self.pools = model, pools
         self.names = [name for name, _ in model.named_modules()]
-        is_trusted = {n for n, part in model.named_modules() if type(part).__name__ in trusted}
-        self.kept = is_trusted - {""}
+        # A recurrence that a user has registered mixes rows, over the ranks, too.
+        self.kept = {
+            name
+            for name, part in model.named_modules()
+            if name and (type(part).__name__ in trusted or has_own_kind(part))
+        }
         self.kept_outputs: set[int] = set()
         self.output_names: list[str] = []  # with the shapes of outputs without rows
 
