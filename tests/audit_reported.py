@@ -141,6 +141,9 @@ def plainly(bug: str = "", layout_name: str = "contiguous") -> Any:
     logits = model(part["input_ids"], part["position_ids"])
     if bug == "mean of no target":
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / world_size
+    elif bug == "divided by no target":
+        own_count = (targets != -100).sum()
+        loss = F.cross_entropy(logits.mT, targets, reduction="sum") / own_count / world_size
     else:
         loss = F.cross_entropy(logits.mT, targets, reduction="sum") / count
     loss.backward()

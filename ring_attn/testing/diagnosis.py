@@ -86,6 +86,8 @@ def _by_trials(
         findings, left = by_numbers(comparison)
         # An evaluation loss that agreed before the trial is not the trial's subject.
         left = [key for key in left if key != "evaluation loss" or key in unexplained]
+        if trial.divides_by_zero:
+            left = [key for key in left if not _is_loss_of_nan(key, comparison)]
         explanations.append(Explanation([trial.finding, *findings], left))
 
     new_ranks = _outcomes([trial for trial in trials if trial.on_ranks], len(ranks), runs)
@@ -98,6 +100,11 @@ def _by_trials(
         change = trial.changes[0] if trial.in_twin else {}
         explain(trial, compared(bounds, of_twin, of_ranks, runs, change))
     return explanations
+
+
+def _is_loss_of_nan(key: str, comparison: Comparison) -> bool:
+    """Return whether a result is a loss that is not a number on some ranks."""
+    return key in ("loss", "evaluation loss") and bool(comparison.given[key].isnan().any())
 
 
 def _outcomes(trials: Sequence[Trial], num: int, runs: Runs) -> dict[int, list[Outcome]]:

@@ -39,12 +39,15 @@ class Trial(NamedTuple):
         changes: by rank; the twin has those of rank 0.
         on_ranks: whether the ranks run with the changes.
         in_twin: whether the twin, in its one process, runs with the changes.
+        divides_by_zero: whether the mistake makes losses of a rank 0 / 0, which no change of the
+            numerators mends.
     """
 
     finding: Finding
     changes: Mapping[int, Change]
     on_ranks: bool
     in_twin: bool
+    divides_by_zero: bool = False
 
 
 class Held(NamedTuple):
@@ -315,13 +318,15 @@ def _denominators(ranks: Sequence[Outcome]) -> Iterator[Trial]:
             for rank, of_rank in enumerate(counts)
         }
         given = ", ".join(f"{total} on rank {rank}" for rank, total in enumerate(totals))
+        divides_by_zero = 0 in totals
+        zero = "; without targets, this is 0 / 0" if divides_by_zero else ""
         text = (
-            f"{subject} is divided by each rank's own count of targets ({given}): divide by the "
-            "targets of the whole batch"
+            f"{subject} is divided by each rank's own count of targets ({given}{zero}): divide by "
+            "the targets of the whole batch"
         )
         tested = "the ranks ran again with this denominator, and had the twin's results"
         finding = Finding("denominator", text, tested)
-        yield Trial(finding, changes, on_ranks=True, in_twin=False)
+        yield Trial(finding, changes, on_ranks=True, in_twin=False, divides_by_zero=divides_by_zero)
 
 
 def _means(ranks: Sequence[Outcome]) -> Iterator[Trial]:

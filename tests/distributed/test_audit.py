@@ -154,6 +154,7 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "tied weights summed twice": "gradient scale",
         "labels rolled after the cut": "labels",  # verl 4250
         "mean of no target": "denominator",  # Megatron-LM 1764, axolotl 3026
+        "divided by no target": "denominator",
     },
     "fsdp_clipped": {"clipped by the shard's norm": "gradient clipping"},  # Megatron-LM 5916
     "cp_tp": {"summed over all ranks": "gradient scale"},  # Megatron-LM 906
