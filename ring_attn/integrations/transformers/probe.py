@@ -18,6 +18,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -132,9 +133,18 @@ def own_inputs(model: Model, given: Keywords) -> Inputs:
     return _accepted(model, {**inputs, "use_cache": False})
 
 
+def forward_of(model: Model) -> Callable[..., Value]:
+    """Return the forward of the model's class.
+
+    A function with which a user has wrapped the model's forward may need what a probe leaves out,
+    such as the loss.
+    """
+    return partial(type(model).forward, model)
+
+
 def _accepted(model: Model, inputs: Inputs) -> Inputs:
     """Return the inputs that the model's forward accepts."""
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(forward_of(model)).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     return {name: x for name, x in inputs.items() if takes_any or name in accepted}
 
@@ -411,7 +421,7 @@ class Search:
                 handles.append(part.register_forward_pre_hook(enter(name), with_kwargs=True))
                 handles.append(part.register_forward_hook(leave(name)))
         try:
-            output = self.model.forward(**inputs)
+            output = forward_of(self.model)(**inputs)
         finally:
             for handle in handles:
                 handle.remove()

@@ -35,6 +35,7 @@ from ring_attn.integrations.transformers.probe import (
     Splice,
     changed_inputs,
     changed_rows,
+    forward_of,
     named_outputs,
     own_inputs,
     probe_mode,
@@ -190,7 +191,7 @@ class Judge:
                 hook = partial(self._judge_part, index)
                 handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
         try:
-            self.model.forward(**inputs)
+            forward_of(self.model)(**inputs)
             for index, finding in enumerate(self.findings):
                 if not finding.part:
                     self._note(index, partial(self._output_of_model, finding))
@@ -226,7 +227,7 @@ class Judge:
 
     def _output_of_model(self, finding: Finding, moved: Moved) -> list[Tensor]:
         """Return the output of the model that has shown the finding."""
-        output = self.model.forward(**changed_inputs(self.model, self.inputs, moved))
+        output = forward_of(self.model)(**changed_inputs(self.model, self.inputs, moved))
         return [[*named_outputs(output).values()][finding.output]]
 
     def _note(self, index: int, run: Callable[[Moved], list[Tensor]]) -> None:
