@@ -171,15 +171,19 @@ class Noisy(nn.Module):
 
 def noisy(bug: str = "", layout_name: str = "contiguous") -> Any:
     """Random numbers other than dropout."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     layout = SequenceLayout.from_name(layout_name, SEQLEN, world_size)
     transformer = model_with(dense_attention if world_size == 1 else ring_of(layout))
     noise: nn.Module = Noise(layout, bug.removesuffix(", computed again"))
     if bug.endswith("computed again"):
         noise = Checkpointed(noise)
-    model = Noisy(transformer, noise)
+    return trained(Noisy(transformer, noise), layout)
+
+
+def trained(model: nn.Module, layout: SequenceLayout) -> Any:
+    """Run a right step of a model on this rank's rows; return the model and the loss."""
     ids = tokens()
-    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, dist.get_rank())
     part["count"] = torch.tensor(2 * (SEQLEN - 1))
     loss = loss_of(model, part)
     loss.backward()
@@ -250,14 +254,7 @@ def seeded(bug: str = "", layout_name: str = "contiguous") -> Any:
         noise = torch.rand(2, layout.shard_len(rank), 32)
     else:
         noise = layout.shard(torch.rand(2, SEQLEN, 32), rank)
-    model = Noisy(transformer, Scaled(scale * (1.0 + 0.3 * noise)))
-    ids = tokens()
-    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
-    part["count"] = torch.tensor(2 * (SEQLEN - 1))
-    loss = loss_of(model, part)
-    loss.backward()
-    ring_attn.sync_gradients(model)
-    return model, reported(loss)
+    return trained(Noisy(transformer, Scaled(scale * (1.0 + 0.3 * noise))), layout)
 
 
 def fsdp1(bug: str = "", layout_name: str = "contiguous") -> Any:

@@ -1,7 +1,7 @@
 """Random numbers that a step draws, and numbers that replace them.
 
 A trial of `audit` gives each row the same numbers on the ranks and in the twin: it draws numbers
-for the whole sequence, and each rank takes those of its rows.
+for the whole sequence, and each rank uses the numbers of its rows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def are_same(draws: Sequence[Draw]) -> bool:
 
 
 class Replacement(NamedTuple):
-    """Random numbers for the whole sequence, of which each rank takes those of its rows.
+    """Random numbers for the whole sequence; each rank uses the numbers of its rows.
 
     Attributes:
         seed: the seed from which they are drawn.

@@ -307,7 +307,8 @@ class _Observer(TorchFunctionMode):
                 return function(*args, **kwargs)
             new = self.change.get(("seed", len(self.seeds)), value)
             self.seeds.append(Seed(name, place, int(value)))
-            return function(new, *args[1:])
+            others = {name: x for name, x in kwargs.items() if name not in ("seed", "a")}
+            return function(new, *args[1:], **others)
 
         return seeded
 

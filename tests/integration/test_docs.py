@@ -289,7 +289,7 @@ def changelog_options(text: str, *, removed: bool) -> list[tuple[str, str]]:
 
 
 def test_options_of_the_changelog_exist() -> None:
-    """Those that it lists as added or changed; those under "Removed" are no options any more."""
+    """Options that it lists as added or changed exist; options under "Removed" do not."""
     options = {
         command.name: {word for x in command.parser("")._actions for word in x.option_strings}
         for command in cli.COMMANDS

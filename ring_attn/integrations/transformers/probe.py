@@ -58,7 +58,7 @@ ALL_ROWS, NO_ROWS = slice(None), slice(0, 0)
 
 
 class Finding(NamedTuple):
-    """What a rank has found, in numbers that ranks exchange.
+    """A part of a model that a rank has found, in numbers that ranks exchange.
 
     Attributes:
         part: index of a part that mixes rows among the modules of the model, 0 for the model
