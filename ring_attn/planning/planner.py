@@ -59,8 +59,8 @@ MAX_RANK_STEPS = 1 << 25
 
 # Predictions are off by some percent (bench/results/NOTES.md), so candidates this near to the
 # fastest count as equal and the first in order wins: by layout, and within a layout a ring before
-# all others. A ring holds least memory and hides its transfers under compute, where a simulation
-# errs least.
+# all others. The buffers of a ring do not grow with the number of ranks, and its transfers are
+# hidden under compute, where a simulation errs least.
 TIE = 0.025
 
 # Of more ranks, few stand for many in every plan (`planning.scale`), not in quick ones alone.

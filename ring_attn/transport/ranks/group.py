@@ -108,8 +108,8 @@ class RankGroup:
         noted_earlier = self.failure.noted_earlier()
         if noted_earlier is not None:
             return (
-                f"{error}. Before {self.member.name} connected, ranks of this run of the job, or "
-                f"of an earlier run, reported: {noted_earlier}"
+                f"{error}. Before {self.member.name} connected, another rank reported, in this run "
+                f"of the job or in an earlier one: {noted_earlier}"
             )
         return (
             f"{error}: they are still loading, hung or crashed, or they never call ring_attn. "
