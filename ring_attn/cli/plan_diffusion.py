@@ -9,22 +9,14 @@ from math import lcm
 
 import torch
 
-from ring_attn.cli.arguments import command_line, narrow, write_json
-from ring_attn.cli.plan_model import OF_CALL, check_given, refuse_both
+from ring_attn.cli.plan_model import check_given, refuse_both, refuse_sizes
+from ring_attn.cli.plan_search import Search, memory_of_rank
 from ring_attn.machines.cluster import Cluster
-from ring_attn.planning.choice import format_bytes
 from ring_attn.planning.diffusion import report
 from ring_attn.planning.diffusion.config import TransformerConfig
-from ring_attn.planning.diffusion.fits import (
-    DiffusionPlan,
-    fewest,
-    longest,
-    plan_options,
-    with_video,
-)
+from ring_attn.planning.diffusion.fits import DiffusionPlan, DiffusionPlanner
 from ring_attn.planning.diffusion.job import DiffusionJob, sized
 from ring_attn.planning.model.degrees import Degrees, degrees_of
-from ring_attn.planning.model.fits import unit_of
 
 # Options that a transformer of diffusers does not have, and why.
 WITHOUT = {
@@ -42,9 +34,7 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         ValueError: an option is missing, or would be ignored.
     """
-    for name, option in OF_CALL.items():
-        if name != "window_size" and getattr(args, name) is not None:
-            raise ValueError(f"{option} is not used with --model, whose config gives it")
+    refuse_sizes(args, allowed=frozenset({"window_size"}))
     if args.causal:
         raise ValueError(
             "--causal is not used with a config of diffusers, whose rows see all rows: plan a "
@@ -100,23 +90,16 @@ def run(
 
     `documents` returns the boundaries of the documents of a length; None is one document.
     """
-    job = job_of(args, config, cluster, documents)
-    degrees = partial(_degrees, args)
-    found: DiffusionPlan | None
-    if args.fits:
-        found, text = _longest(job, args, degrees)
-    elif args.target is not None:
-        found, text = _fewest(job, args, degrees)
-    else:
-        found, text = _of_length(job, args, degrees)
-    fits = found is not None and found.fits
-    if not args.quiet and found is not None and fits:
-        print(report.text_of(found, verbose=args.verbose))
-        print()
-    print("\n".join(narrow(line) for line in text.splitlines()))
-    plan = {} if found is None else report.to_dict(found)
-    write_json(args.json, {"command": command_line(), **plan, "fits": fits, "answer": text})
-    return found if fits else None
+    search = Search(
+        args,
+        job=job_of(args, config, cluster, documents),
+        planner=DiffusionPlanner(args.recompute),
+        free_planner=DiffusionPlanner(),
+        degrees=partial(_degrees, args),
+        report=report,
+        has_other_lengths=args.documents is None,
+    )
+    return search.run()
 
 
 def job_of(
@@ -127,12 +110,7 @@ def job_of(
 ) -> DiffusionJob:
     """Return the job of the options, on the smallest number of ranks for --target."""
     training = is_training(args)
-    memory = args.memory_bytes or cluster.device.memory_bytes or float("inf")
-    if memory == float("inf") and (args.fits or args.target is not None):
-        raise ValueError(
-            f"--memory is needed: the memory of {cluster.device.name} is not known, so everything "
-            "fits"
-        )
+    memory = memory_of_rank(args, cluster)
     degrees = _degrees(args, args.world_size or lcm(args.cp or 1, args.fsdp or 1))
     seqlen = args.seqlen or args.target or args.replicated + 1
     # Without a window every row sees all rows, so that all layouts have the same work.
@@ -144,7 +122,7 @@ def job_of(
         text=args.replicated,
         degrees=degrees,
         cluster=cluster,
-        memory_bytes=float(memory),
+        memory_bytes=memory,
         batch=args.batch,
         microbatches=args.microbatches or 1,
         steps=None if training else args.steps or 1,
@@ -183,60 +161,3 @@ def _degrees(args: argparse.Namespace, world_size: int) -> Degrees:
     """Return the degrees of the options; in inference every rank has all weights by default."""
     fsdp = args.fsdp if is_training(args) else args.fsdp or 1
     return degrees_of(world_size, cp=args.cp, fsdp=fsdp)
-
-
-def _of_length(
-    job: DiffusionJob, args: argparse.Namespace, degrees: Callable[[int], Degrees]
-) -> tuple[DiffusionPlan, str]:
-    """Return the plan of a length, and in words whether it fits."""
-    plan = plan_options(job, args.recompute)
-    if not plan.fits:
-        return plan, _nothing_fits(plan, args, degrees)
-    if job.memory_bytes == float("inf"):
-        return plan, f"a rank takes {format_bytes(round(plan.memory.total))}"
-    text = f"fits in {100 * plan.memory.total / job.memory_bytes:.0f} % of the memory"
-    is_of_one_length = "cu_seqlens" in job.explained
-    most = None if args.quick or is_of_one_length else longest(job, args.recompute)
-    return plan, text if most is None else f"{text}; up to {most.job.seqlen:,} rows would"
-
-
-def _nothing_fits(
-    plan: DiffusionPlan, args: argparse.Namespace, degrees: Callable[[int], Degrees]
-) -> str:
-    """Return in three lines what would fit."""
-    job = plan.job
-    if args.documents is not None:
-        return report.nothing_fits(plan, None, None).splitlines()[0]
-    if args.recompute is not None:
-        other = plan_options(job)
-        if other.fits:
-            return report.nothing_fits(plan, longest(job, args.recompute), None, other)
-    least = fewest(job, degrees, args.recompute)
-    return report.nothing_fits(plan, longest(job, args.recompute), least)
-
-
-def _longest(
-    job: DiffusionJob, args: argparse.Namespace, degrees: Callable[[int], Degrees]
-) -> tuple[DiffusionPlan, str]:
-    """Return the plan of the longest sequence, and its length in words."""
-    plan = longest(job, args.recompute)
-    if plan is None:
-        least = plan_options(with_video(job, unit_of(job.degrees)), args.recompute)
-        return least, _nothing_fits(least, args, degrees)
-    where = f"{job.degrees.world_size} x {job.cluster.device.name}"
-    return plan, f"the longest sequence that fits on {where}: {plan.job.seqlen:,} rows"
-
-
-def _fewest(
-    job: DiffusionJob, args: argparse.Namespace, degrees: Callable[[int], Degrees]
-) -> tuple[DiffusionPlan | None, str]:
-    """Return the plan of the fewest ranks for a length, and their number in words."""
-    plan = fewest(job, degrees, args.recompute)
-    if plan is None:
-        return None, report.no_ranks_fit(job)
-    found = plan.job.degrees
-    is_least = found.world_size == job.degrees.world_size
-    why = "the degrees allow no fewer" if is_least else "half as many do not fit"
-    return plan, (
-        f"{job.seqlen:,} rows need {found.world_size} x {job.cluster.device.name} ({found}); {why}"
-    )

@@ -20,19 +20,11 @@ from ring_attn.planning.model import formulas, job, report, traced
 from ring_attn.planning.model.advice import advice_for
 from ring_attn.planning.model.config import model_of, read_model
 from ring_attn.planning.model.degrees import check_degrees, degrees_of, stages_of
-from ring_attn.planning.model.fits import (
-    ModelPlan,
-    Options,
-    fewest,
-    longest,
-    plan_job,
-    plan_options,
-    thrifty,
-    unit_of,
-    with_length,
-)
+from ring_attn.planning.model.fits import ModelPlan, ModelPlanner, plan_job
 from ring_attn.planning.model.job import Job, SizedModel
+from ring_attn.planning.model.lines import speed
 from ring_attn.planning.model.memory import Memory, memory_of
+from ring_attn.planning.model.search import thrifty, unit_of
 from ring_attn.planning.model.step import PRODUCT_SHARES, collective_seconds, model_flops
 from ring_attn.planning.model.table import MODELS
 
@@ -40,6 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 ROOT, GB = Path(__file__).parents[2], 1e9
 H100 = builtin_cluster("H100")
+PLANNER = ModelPlanner()
 
 
 @lru_cache
@@ -282,7 +275,7 @@ def test_the_step_adds_up() -> None:
     kept = plan_job(replace(plan.job, recompute="attention")).step
     assert step.attention - kept.attention == pytest.approx(32 * kind.forward)
     unknown = plan_job(replace(plan.job, cluster=cpu_cluster(8))).step
-    assert unknown.mfu is None and "MFU unknown" in report.speed(unknown)
+    assert unknown.mfu is None and "MFU unknown" in speed(unknown)
 
 
 def test_a_pipeline_waits_for_its_first_and_last_batch() -> None:
@@ -347,32 +340,32 @@ def test_ep_and_tp_cost_messages() -> None:
 
 def test_the_longest_sequence_is_the_last_that_fits() -> None:
     found = job_of("llama-3-8b", 1, 8)
-    plan = longest(found, Options())
+    plan = PLANNER.longest(found)
     assert plan is not None and plan.fits
     assert (plan.job.recompute, plan.job.loss) == ("full", "fused")
-    by_rings = longest(thrifty(found), Options())
+    by_rings = PLANNER.longest(thrifty(found))
     assert by_rings is not None and by_rings.attention.strategies == ["ring"]
     assert by_rings.job.seqlen <= plan.job.seqlen
-    longer = plan_job(with_length(plan.job, plan.job.seqlen * 101 // 100))
+    longer = plan_job(PLANNER.with_rows(plan.job, plan.job.seqlen * 101 // 100))
     assert not longer.fits
     assert plan.job.seqlen % unit_of(found.degrees) == 0
-    assert longest(job_of("llama-3-405b", 1, 8), Options()) is None
+    assert PLANNER.longest(job_of("llama-3-405b", 1, 8)) is None
 
 
 def test_the_fewest_ranks_are_the_first_that_fit() -> None:
     found = job_of("llama-3-8b", 1 << 20, 1)
-    plan = fewest(found, Options(), degrees_of)
+    plan = PLANNER.fewest(found, degrees_of)
     assert plan is not None and plan.fits
     half = plan.job.degrees.world_size // 2
-    assert not plan_options(replace(found, degrees=degrees_of(half)), Options()).fits
+    assert not PLANNER.fastest(replace(found, degrees=degrees_of(half))).fits
     impossible = replace(found, memory_bytes=1e9)
-    assert fewest(impossible, Options(), degrees_of) is None
+    assert PLANNER.fewest(impossible, degrees_of) is None
 
 
 def test_the_fastest_options_that_fit_are_chosen() -> None:
-    plan = plan_options(job_of("llama-3-8b", 1 << 13, 8), Options())
+    plan = PLANNER.fastest(job_of("llama-3-8b", 1 << 13, 8))
     assert (plan.job.recompute, plan.job.loss, plan.fits) == ("none", "logits", True)
-    given = plan_options(plan.job, Options(recompute="full", loss="fused"))
+    given = ModelPlanner(recompute="full", loss="fused").fastest(plan.job)
     assert (given.job.recompute, given.job.loss) == ("full", "fused")
     assert given.step.seconds > plan.step.seconds
 

@@ -10,7 +10,7 @@ job          a job as data
 attention    strategy, time and buffers of the attention over the ranks
 memory       bytes of a rank by what holds them
 step         seconds of a step by what takes them
-fits         the longest sequence, the fewest ranks
+fits         what the search of `planning.model.search` may choose
 report       a plan as text
 
 A rank has its rows of the video and all rows of the text, as

@@ -8,9 +8,28 @@ from ring_attn.core.dtypes import dtype_name
 from ring_attn.planning.choice import format_seconds
 from ring_attn.planning.diffusion.fits import DiffusionPlan
 from ring_attn.planning.diffusion.job import DiffusionJob
-from ring_attn.planning.model.fits import MAX_RANKS
+from ring_attn.planning.model.advice import strategy_of
 from ring_attn.planning.model.job import Recompute
-from ring_attn.planning.model.report import memory_lines, share_of_peak, shortfall, wrapped
+from ring_attn.planning.model.lines import (
+    batches_of_step,
+    confidence_in,
+    fewest_line,
+    memory_figures,
+    memory_lines,
+    ranks_of,
+    share_of_peak,
+    short_name,
+    shortfall_lines,
+    source_lines,
+    speed,
+    time_lines,
+    wrapped,
+)
+from ring_attn.planning.model.search import MAX_RANKS
+
+# What a sample has.
+UNIT = "rows"
+LARGER_DEGREES = "a larger --fsdp or --cp"
 
 
 def text_of(plan: DiffusionPlan, *, verbose: bool = False) -> str:
@@ -25,20 +44,17 @@ def text_of(plan: DiffusionPlan, *, verbose: bool = False) -> str:
 
 def heading(job: DiffusionJob) -> str:
     """Return the model, the ranks and the options in lines."""
-    model, cluster = job.model, job.cluster
-    name = model.name if len(model.name) <= 40 else f"...{model.name[-37:]}"
-    batches = f", {job.microbatches} batches a step" if job.microbatches > 1 else ""
+    model, batches = job.model, batches_of_step(job.microbatches)
     dtypes = f"{dtype_name(job.dtype)}, weights {dtype_name(job.weight_dtype)}"
     if job.is_training:
         what = f"training: recomputation {job.recompute}, {job.optimizer}, {dtypes}"
     else:
         what = f"inference: {_steps(job)}, {dtypes}"
     lines = [
-        f"{name} ({model.class_name}): {model.weights.total / 1e9:.3g} B weights, "
-        f"{len(model.kinds)} blocks",
+        f"{short_name(model.name)} ({model.class_name}): {model.weights.total / 1e9:.3g} B "
+        f"weights, {len(model.kinds)} blocks",
         f"{job.video:,} rows of video, {job.text:,} of text, batch {job.batch}{batches}, on "
-        f"{job.degrees.world_size} x {cluster.device.name} (nodes of {cluster.node_size}): "
-        f"{job.degrees}",
+        f"{ranks_of(job)}",
         what,
     ]
     if job.text == 0:
@@ -66,23 +82,9 @@ def step_table(plan: DiffusionPlan) -> str:
         "gather of the output": (step.exposed["output"], "not hidden"),
         "optimizer": (step.optimizer, "estimate: by the memory's bandwidth"),
     }
-    always = {"attention", "other products", "other operators"}
     what = "a training step" if job.is_training else _steps(job)
-    lines = [f"{what + ', predicted':26} time"]
-    for name, (seconds, words) in rows.items():
-        if seconds > 0 or name in always:
-            lines.append(f"{name:20}{format_seconds(seconds):>11}  {words}")
-    lines.append(f"{'total':20}{format_seconds(step.seconds):>11}")
-    return "\n".join([*lines, speed(plan)])
-
-
-def speed(plan: DiffusionPlan) -> str:
-    """Return samples and rows per second, MFU and exposed time in words."""
-    step = plan.step
-    mfu = "MFU unknown" if step.mfu is None else f"MFU {100 * step.mfu:.0f} %"
-    exposed = format_seconds(sum(step.exposed.values()))
-    per_second = f"{step.samples_per_second:,.3g} samples/s"
-    return f"{per_second}, {step.tokens_per_second:,.0f} tokens/s a rank, {mfu}, {exposed} exposed"
+    lines = time_lines(f"{what}, predicted", rows, step.seconds)
+    return "\n".join([*lines, f"{step.samples_per_second:,.3g} samples/s, {speed(step)}"])
 
 
 def attention_lines(plan: DiffusionPlan) -> str:
@@ -101,19 +103,13 @@ def attention_lines(plan: DiffusionPlan) -> str:
 def advice(plan: DiffusionPlan) -> list[str]:
     """Return what to write into a program that runs the job."""
     degrees = plan.job.degrees
-    strategies = {repr(kind.choice.strategy) for kind in plan.attention.kinds}
-    only = plan.attention.kinds[0].choice.best if len(strategies) == 1 else None
-    strategy = '"auto"'
-    if only is not None:
-        is_name = only.full_name == only.name
-        strategy = f'"{only.name}"' if is_name else f"ring_attn.{only.strategy!r}"
     sizes = f"({degrees.dp}, {degrees.cp})"
     lines = [
         "ring_attn:",
         f'    mesh = init_device_mesh("cuda", {sizes}, mesh_dim_names=("dp", "cp"))',
         "    ring_attn.integrations.diffusers.parallelize(",
         f'        transformer, mesh["cp"], layout="{plan.attention.layout}",',
-        f"        strategy={strategy})",
+        f"        strategy={strategy_of(plan)})",
     ]
     if degrees.fsdp > 1:
         lines.append(
@@ -137,26 +133,14 @@ def _checkpointing(recompute: Recompute) -> list[str]:
     ]
 
 
-def kernels_source(plan: DiffusionPlan) -> str:
-    """Return where the speeds of the kernels of attention come from."""
-    kinds = plan.attention.kinds
-    cluster = kinds[0].choice.problem.cluster if kinds else plan.job.cluster
-    return cluster.device.source
-
-
 def sources(plan: DiffusionPlan) -> str:
     """Return in lines where activations and speeds come from."""
-    model = plan.job.model
-    why = f" (not traced: {model.note})" if model.note else ""
-    lines = [f"activations: {model.source}{why}", f"kernels: {kernels_source(plan)}"]
-    return "\n".join(map(wrapped, lines))
+    return source_lines(plan, plan.job.model.source, plan.job.model.note)
 
 
 def confidence(plan: DiffusionPlan) -> str:
     """Return in one line how far the numbers can be trusted."""
-    memory = plan.job.model.source.partition(":")[0]
-    kernels = kernels_source(plan).partition(":")[0]
-    return f"confidence: memory {memory}, kernels' speed {kernels}; no GPU has confirmed a plan"
+    return confidence_in(plan, plan.job.model.source)
 
 
 def nothing_fits(
@@ -169,24 +153,18 @@ def nothing_fits(
 
     If another recomputation fits on the same ranks, the last line names it.
     """
-    job = plan.job
-    length = None if longest is None else f"{longest.job.seqlen:,} rows"
-    lines = shortfall(job, plan.memory, job.memory_bytes, length)
+    lines = shortfall_lines(plan, longest, unit=UNIT)
     if other is not None:
         lines.append(f"it fits with --recompute {other.job.recompute}")
-    elif fewest is None:
-        lines.append(f"no number of ranks up to {MAX_RANKS:,} fits: pass a larger --fsdp or --cp")
     else:
-        degrees = fewest.job.degrees
-        lines.append(f"the fewest ranks for {job.seqlen:,} rows: {degrees.world_size} ({degrees})")
+        lines.append(fewest_line(fewest, unit=UNIT, larger_degrees=LARGER_DEGREES))
     return "\n".join(lines)
 
 
 def no_ranks_fit(job: DiffusionJob) -> str:
     """Return a line that no number of ranks fits a length."""
     return (
-        f"{job.seqlen:,} rows fit on no number of ranks up to {MAX_RANKS:,}: pass a larger --fsdp "
-        "or --cp"
+        f"{job.seqlen:,} rows fit on no number of ranks up to {MAX_RANKS:,}: pass {LARGER_DEGREES}"
     )
 
 
@@ -208,12 +186,7 @@ def to_dict(plan: DiffusionPlan) -> dict[str, object]:
         "recompute": job.recompute if job.is_training else None,
         "optimizer": job.optimizer if job.is_training else None,
         "device": job.cluster.device.name,
-        "fits": plan.fits,
-        "memory_bytes": {part.name: round(part.nbytes) for part in plan.memory.parts},
-        "not_at_peak": [part.name for part in plan.memory.parts if not part.at_peak],
-        "estimates": [part.name for part in plan.memory.parts if part.is_estimate],
-        "total_bytes": round(plan.memory.total),
-        "limit_bytes": job.memory_bytes,
+        **memory_figures(plan),
         "step_s": step.seconds,
         "step": asdict(step),
         "samples_per_second": step.samples_per_second,

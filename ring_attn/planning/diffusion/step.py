@@ -15,17 +15,19 @@ from ring_attn.planning.diffusion.attention import BlockAttentionPlan
 from ring_attn.planning.diffusion.job import DiffusionJob
 from ring_attn.planning.diffusion.sizes import Block, Rowwise
 from ring_attn.planning.model.step import (
+    AnyStep,
     collective_seconds,
-    gather_seconds,
-    gradient_seconds,
     peak_flops,
     product_speed,
+    unhidden_gather,
+    unhidden_sums,
     update_seconds,
+    waits_of,
 )
 
 
 @dataclass(frozen=True)
-class DiffusionStep:
+class DiffusionStep(AnyStep):
     """Seconds of a training step, or of all denoising steps of a generation.
 
     Attributes:
@@ -54,8 +56,8 @@ class DiffusionStep:
 
     @cached_property
     def seconds(self) -> float:
-        waits = sum(x for name, x in self.exposed.items() if name != "attention")
-        return self.attention + self.products + self.operators + waits + self.optimizer
+        compute = self.attention + self.products + self.operators
+        return compute + waits_of(self.exposed) + self.optimizer
 
     @property
     def samples_per_second(self) -> float:
@@ -66,13 +68,6 @@ class DiffusionStep:
     def tokens_per_second(self) -> float:
         """Rows per second and rank; in inference those of each denoising step."""
         return self.samples_per_second * self.rows * self.passes / self.world_size
-
-    @property
-    def mfu(self) -> float | None:
-        """Share of the peak that the model's FLOPs reach; None if the peak is unknown."""
-        if self.peak is None:
-            return None
-        return self.flops / self.seconds / self.world_size / self.peak
 
 
 def step_of(job: DiffusionJob, attention: BlockAttentionPlan) -> DiffusionStep:
@@ -140,11 +135,9 @@ class _Batch:
             backward += self._rowwise(block.flops_forward, block.moved_forward)
         if job.is_training:
             backward += self._rowwise(block.flops_backward, block.moved_backward)
-        gather = gather_seconds(job, index)
-        self.exposed["fsdp"] += max(gather - forward, 0.0)
+        self.exposed["fsdp"] += unhidden_gather(job, index, forward)
         if job.is_training:
-            summed = gradient_seconds(job, index)
-            self.exposed["fsdp"] += max(gather + summed - backward, 0.0)
+            self.exposed["fsdp"] += unhidden_sums(job, index, backward)
 
     def _rowwise(self, flops: Rowwise, moved: Rowwise, video: int | None = None) -> float:
         """Add products and other operators of a rank's rows; return their seconds."""

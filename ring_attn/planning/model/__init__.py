@@ -9,7 +9,9 @@ formulas       the same from the sizes alone, where the module cannot be traced
 attention      strategy, layout, time and buffers of each kind of attention layer
 memory         bytes of a rank by what holds them
 step           seconds of a step by what takes them
-fits           the longest sequence, the fewest GPUs, the least that would fit
+search         plans, the longest sequence, the fewest GPUs: also of diffusion transformers
+fits           the options of a job that the search may choose
 advice         what to write into torchtitan, accelerate, axolotl and the Trainer
+lines          lines of a plan as text: also of diffusion transformers
 report         a plan as text
 """

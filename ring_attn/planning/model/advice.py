@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ring_attn.planning.model.fits import ModelPlan
 from ring_attn.planning.model.job import Job
+from ring_attn.planning.model.search import AttentionT, JobT, Plan, StepT
 
 # Names of the optimizers in transformers' TrainingArguments, and in axolotl.
 OPTIMIZER_NAMES = {
@@ -24,8 +25,8 @@ def advice_for(plan: ModelPlan) -> dict[str, list[str]]:
     }
 
 
-def strategy_of(plan: ModelPlan) -> str:
-    """Return the argument `strategy` of `register`; layers of several kinds choose by "auto"."""
+def strategy_of(plan: Plan[JobT, AttentionT, StepT]) -> str:
+    """Return the argument `strategy` in code; layers of several kinds choose by "auto"."""
     strategies = {repr(kind.choice.strategy) for kind in plan.attention.kinds}
     if len(strategies) != 1:
         return '"auto"'

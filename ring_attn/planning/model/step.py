@@ -7,6 +7,8 @@ the layer before; messages of TP and EP are not.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log2
@@ -50,8 +52,37 @@ def peak_flops(job: AnyJob) -> float | None:
     return peak * device.speed * 2 / job.dtype.itemsize
 
 
+class AnyStep(ABC):
+    """The figures of any step that follow from its seconds; `Step` describes the fields."""
+
+    exposed: dict[str, float]
+    world_size: int
+    flops: float
+    peak: float | None
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float: ...
+
+    @property
+    @abstractmethod
+    def tokens_per_second(self) -> float: ...
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak that the model's FLOPs reach; None if the peak is unknown."""
+        if self.peak is None:
+            return None
+        return self.flops / self.seconds / self.world_size / self.peak
+
+
+def waits_of(exposed: Mapping[str, float]) -> float:
+    """Return the seconds of all waits, except those of attention, which are a part of its time."""
+    return sum(x for name, x in exposed.items() if name != "attention")
+
+
 @dataclass(frozen=True)
-class Step:
+class Step(AnyStep):
     """Seconds of a step on the busiest stage, by what takes them; `exposed` lets nothing run.
 
     Attributes:
@@ -79,21 +110,13 @@ class Step:
 
     @cached_property
     def seconds(self) -> float:
-        waits = sum(x for name, x in self.exposed.items() if name != "attention")
         compute = self.attention + self.products + self.operators + self.recurrences
-        return compute + waits + self.bubble + self.optimizer
+        return compute + waits_of(self.exposed) + self.bubble + self.optimizer
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second and rank."""
         return self.tokens / self.seconds / self.world_size
-
-    @property
-    def mfu(self) -> float | None:
-        """Share of the peak that the model's FLOPs reach; None if the peak is unknown."""
-        if self.peak is None:
-            return None
-        return self.flops / self.seconds / self.world_size / self.peak
 
 
 def step_of(job: Job, attention: AttentionPlan) -> Step:
@@ -160,8 +183,8 @@ class _Stage:
 
     @property
     def seconds(self) -> float:
-        waits = sum(x for name, x in self.exposed.items() if name != "attention")
-        return self.attention + self.products + self.operators + self.recurrences + waits
+        compute = self.attention + self.products + self.operators + self.recurrences
+        return compute + waits_of(self.exposed)
 
     def _add_layer(self, index: int) -> None:
         job = self._job
@@ -169,7 +192,8 @@ class _Stage:
         forward, backward = self._row_seconds(index)
         mixed = self._mixer(layer.mixer)
         before, after = forward + mixed[0], backward + mixed[1]
-        self._add_fsdp(index, before, after)
+        self.exposed["fsdp"] += unhidden_gather(job, index, before)
+        self.exposed["fsdp"] += unhidden_sums(job, index, after)
         hidden = job.rows * job.model.architecture.hidden * job.dtype.itemsize
         passes = 3 if self._again else 2
         if job.degrees.tp > 1:
@@ -219,13 +243,6 @@ class _Stage:
         self.exposed["states"] += (3 if self._again else 2) * states
         return forward, (3 if self._again else 2) * forward
 
-    def _add_fsdp(self, index: int, forward: float, backward: float) -> None:
-        """Add the time of gathers and sums of a layer's weights that its compute does not hide."""
-        gather = gather_seconds(self._job, index)
-        summed = gradient_seconds(self._job, index)
-        self.exposed["fsdp"] += max(gather - forward, 0.0)
-        self.exposed["fsdp"] += max(gather + summed - backward, 0.0)
-
     def _add_head(self) -> None:
         job = self._job
         rows = job.rows / job.degrees.tp
@@ -237,6 +254,17 @@ class _Stage:
 
 
 # -- FSDP
+
+
+def unhidden_gather(job: AnyJob, index: int, forward: float) -> float:
+    """Return the seconds of the gather of a layer's weights that its forward does not hide."""
+    return max(gather_seconds(job, index) - forward, 0.0)
+
+
+def unhidden_sums(job: AnyJob, index: int, backward: float) -> float:
+    """Return the seconds of a second gather, and of sums of gradients, that a backward leaves."""
+    messages = gather_seconds(job, index) + gradient_seconds(job, index)
+    return max(messages - backward, 0.0)
 
 
 def gather_seconds(job: AnyJob, index: int) -> float:
