@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_commit
+
+from .launch import Traced
 
 if "pred" not in signature(tcgen05_commit).parameters:
     raise ImportError("tcgen05_commit has no pred")
@@ -29,12 +31,12 @@ PART = gl.constexpr(16)
 class Place(NamedTuple):
     """Rows of a tile of a head, and the sizes of the tensors."""
 
-    batch: Any
-    head: Any
-    row: Any
-    row_stop: Any
-    num_rows: Any
-    num_heads: Any
+    batch: Traced
+    head: Traced
+    row: Traced
+    row_stop: Traced
+    num_rows: Traced
+    num_heads: Traced
 
 
 @gluon.constexpr_function

@@ -63,7 +63,7 @@ from .hopper_blocks import (
 )
 from .hopper_bwd import bwd_launch, load_visits
 from .hopper_tasks import TaskTables, load_task
-from .launch import Launch
+from .launch import Launch, Traced
 from .step_table import column_range
 from .turn_table import load_piece, load_visited
 
@@ -74,30 +74,30 @@ HALF = gl.constexpr(64)
 class BwdShared(NamedTuple):
     """Shared memory of a program."""
 
-    k: Any  # one buffer, as v
-    v: Any
-    kv_full: Any  # barriers of both
-    kv_empty: Any
-    q: Any  # rings; full is q when the statistics are there, too
-    dout: Any
-    statistics: Any  # for each buffer of q, minus_lse and delta
-    scores: Any
-    weights: Any
-    products: Any
-    ds: Any  # one buffer, as dq in tensor memory
-    ds_full: Any
-    dq_full: Any
-    dq_empty: Any
-    landed: Any  # barriers of copies that the producer waits for
+    k: Traced  # one buffer, as v
+    v: Traced
+    kv_full: Traced  # barriers of both
+    kv_empty: Traced
+    q: Traced  # rings; full is q when the statistics are there, too
+    dout: Traced
+    statistics: Traced  # for each buffer of q, minus_lse and delta
+    scores: Traced
+    weights: Traced
+    products: Traced
+    ds: Traced  # one buffer, as dq in tensor memory
+    ds_full: Traced
+    dq_full: Traced
+    dq_empty: Traced
+    landed: Traced  # barriers of copies that the producer waits for
 
 
 class Sums(NamedTuple):
     """Tensor memory of a program."""
 
-    s: Any
-    dp: Any  # and dq
-    dk: Any
-    dv: Any
+    s: Traced
+    dp: Traced  # and dq
+    dk: Traced
+    dv: Traced
 
 
 @gluon.jit

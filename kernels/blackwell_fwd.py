@@ -59,7 +59,7 @@ from .hopper_blocks import (
 )
 from .hopper_fwd import CarriedPointers, hopper_launch, produce
 from .hopper_tasks import Tasks, TaskTables, first_task, load_task, next_task
-from .launch import Launch
+from .launch import Launch, Traced
 from .online_softmax import LN2, LOG2E, softmax_pivot, tanh
 from .step_table import column_range, load_run
 
@@ -69,16 +69,16 @@ TILES = gl.constexpr(2)
 class FwdShared(NamedTuple):
     """Shared memory of a program."""
 
-    q: Any  # a ring with a buffer for each tile
-    k: Any
-    v: Any
-    landed: Any  # copies of V that the producer waits for
-    drawn: Any  # a ring of one: the next task's number
-    passed: Any  # a ring of one for each tile: alpha, or what the result is divided by
-    scores: Any  # a barrier for each tile, as the following
-    weights: Any
-    added: Any
-    corrected: Any
+    q: Traced  # a ring with a buffer for each tile
+    k: Traced
+    v: Traced
+    landed: Traced  # copies of V that the producer waits for
+    drawn: Traced  # a ring of one: the next task's number
+    passed: Traced  # a ring of one for each tile: alpha, or what the result is divided by
+    scores: Traced  # a barrier for each tile, as the following
+    weights: Traced
+    added: Traced
+    corrected: Traced
 
 
 @gluon.jit

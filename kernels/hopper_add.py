@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_blocks import ROWS
 from .hopper_tasks import load_task
+from .launch import Traced
 from .step_table import column_range
 from .turn_table import load_piece, load_visited
 
@@ -29,10 +30,10 @@ PART = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [64, 64],
 class Context(NamedTuple):
     """Values that all warps of a program have."""
 
-    shared: Any
-    work: Any
-    pieces_ptr: Any
-    task: Any
+    shared: Traced
+    work: Traced
+    pieces_ptr: Traced
+    task: Traced
 
 
 @gluon.jit

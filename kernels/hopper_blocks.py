@@ -5,7 +5,7 @@ The kernels, with their warps and barriers, are in `hopper_fwd` and `hopper_bwd`
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .launch import Traced
 from .online_softmax import softmax_pivot, tanh
 from .turn_table import load_visited
 
@@ -35,31 +36,31 @@ start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 class BufferRing(NamedTuple):
     """Buffers in shared memory that one side fills and the other frees, alternately."""
 
-    buffers: Any  # (stages, *block)
-    full: Any  # a barrier for each buffer, which completes when the buffer has been filled
-    empty: Any  # the same, when the buffer is free again
+    buffers: Traced  # (stages, *block)
+    full: Traced  # a barrier for each buffer, which completes when the buffer has been filled
+    empty: Traced  # the same, when the buffer is free again
 
 
 class BlockRows(NamedTuple):
     """ROWS rows from `row` on, as far as `row_stop`, of a head of (batch, rows, heads, dim)."""
 
-    batch: Any
-    head: Any
-    row: Any
-    row_stop: Any
-    num_rows: Any
-    num_heads: Any
+    batch: Traced
+    head: Traced
+    row: Traced
+    row_stop: Traced
+    num_rows: Traced
+    num_heads: Traced
 
 
 class Flags(NamedTuple):
     """Values of a launch that its blocks use."""
 
-    HAS_LO: Any
-    HAS_HI: Any
-    RAGGED: Any  # runs begin or end within a block of columns
-    SOFTCAP: Any = False
-    PARTIAL: Any = False  # the same of blocks of rows
-    ONE_ABOVE: Any = False  # of a run's columns, only the last block may need a mask above
+    HAS_LO: Traced
+    HAS_HI: Traced
+    RAGGED: Traced  # runs begin or end within a block of columns
+    SOFTCAP: Traced = False
+    PARTIAL: Traced = False  # the same of blocks of rows
+    ONE_ABOVE: Traced = False  # of a run's columns, only the last block may need a mask above
 
 
 @gluon.jit

@@ -41,7 +41,7 @@ Shah et al., arXiv 2407.08608; for the turns, the deterministic mode of flash-at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -76,7 +76,7 @@ from .hopper_blocks import (
     store_place,
 )
 from .hopper_tasks import TaskTables, load_task
-from .launch import Launch
+from .launch import Launch, Traced
 from .step_table import column_range
 from .tasks import step_schedule
 from .turn_table import TurnTable, load_visited
@@ -85,29 +85,29 @@ from .turn_table import TurnTable, load_visited
 class BwdShared(NamedTuple):
     """Shared memory of a program."""
 
-    k: Any  # buffers of a half for each consumer
-    v: Any
-    kv_full: Any  # barriers of both
-    kv_empty: Any
-    q: Any  # rings; full is q when the statistics are there, too
-    dout: Any  # empty when q is
-    statistics: Any  # for each buffer of q, minus_lse and delta
-    ds: Any  # buffers: two of each consumer
-    ds_full: Any
-    dq: Any  # one buffer
-    dq_full: Any
-    dq_empty: Any
-    landed: Any  # barriers of copies of K and V, of q, and of dout that the producer waits for
+    k: Traced  # buffers of a half for each consumer
+    v: Traced
+    kv_full: Traced  # barriers of both
+    kv_empty: Traced
+    q: Traced  # rings; full is q when the statistics are there, too
+    dout: Traced  # empty when q is
+    statistics: Traced  # for each buffer of q, minus_lse and delta
+    ds: Traced  # buffers: two of each consumer
+    ds_full: Traced
+    dq: Traced  # one buffer
+    dq_full: Traced
+    dq_empty: Traced
+    landed: Traced  # barriers of copies of K and V, of q, and of dout that the producer waits for
 
 
 class Visited(NamedTuple):
     """Values that a consumer uses in all visits of a run."""
 
-    shared: Any
-    runs_ptr: Any
-    run: Any  # its number
-    rows: Any
-    scale: Any
+    shared: Traced
+    runs_ptr: Traced
+    run: Traced  # its number
+    rows: Traced
+    scale: Traced
 
 
 @gluon.jit

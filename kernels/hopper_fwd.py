@@ -42,7 +42,7 @@ Each block's arithmetic is `online_softmax_update`'s. Shah et al., arXiv 2407.08
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ from .hopper_blocks import (
     store_place_stats,
 )
 from .hopper_tasks import Tasks, TaskTables, draw_task, first_task, hand_over, load_task, next_task
-from .launch import Launch
+from .launch import Launch, Traced
 from .online_softmax import LOG2E, online_softmax_add_sink, online_softmax_finalize
 from .step_table import StepTable, column_range, load_run
 from .tasks import step_schedule
@@ -88,32 +88,32 @@ from .tasks import step_schedule
 class FwdShared(NamedTuple):
     """Shared memory of a program."""
 
-    q: Any  # a ring with a buffer for each consumer
-    k: Any
-    v: Any
-    landed: Any  # copies of V that the producer waits for
-    turns: Any  # a barrier for each consumer
-    drawn: Any  # a ring of one: the next task's number
+    q: Traced  # a ring with a buffer for each consumer
+    k: Traced
+    v: Traced
+    landed: Traced  # copies of V that the producer waits for
+    turns: Traced  # a barrier for each consumer
+    drawn: Traced  # a ring of one: the next task's number
 
 
 class CarriedPointers(NamedTuple):
     """Pointers to a `Carried`."""
 
-    acc_ptr: Any
-    m_ptr: Any
-    l_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    sinks_ptr: Any
+    acc_ptr: Traced
+    m_ptr: Traced
+    l_ptr: Traced
+    out_ptr: Traced
+    lse_ptr: Traced
+    sinks_ptr: Traced
 
 
 class Folding(NamedTuple):
     """Values that a consumer uses in all blocks of a task."""
 
-    q: Any
-    shared: Any
-    rows: Any
-    scales: Any
+    q: Traced
+    shared: Traced
+    rows: Traced
+    scales: Traced
 
 
 @gluon.jit

@@ -6,12 +6,13 @@ counter, and passes the number to the consumers in shared memory.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .launch import Traced
 from .step_table import load_block_row
 from .tasks import block_and_head
 
@@ -19,20 +20,20 @@ from .tasks import block_and_head
 class TaskTables(NamedTuple):
     """The tables of a launch's tasks."""
 
-    blocks_ptr: Any
-    runs_ptr: Any
-    num_blocks: Any
-    heads_together: Any
-    num_heads: Any  # of a batch entry
+    blocks_ptr: Traced
+    runs_ptr: Traced
+    num_blocks: Traced
+    heads_together: Traced
+    num_heads: Traced  # of a batch entry
 
 
 class Tasks(NamedTuple):
     """The source of the programs' tasks."""
 
-    work: Any
-    num_tasks: Any
-    num_programs: Any
-    counter_ptr: Any
+    work: Traced
+    num_tasks: Traced
+    num_programs: Traced
+    counter_ptr: Traced
 
 
 @gluon.jit

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from triton import knobs
 
 from .cache_keys import fix_cache_key
 from .interpreter import adapted_interpreter
+
+# A value in a kernel while triton traces it: a tensor, a pointer, a buffer in shared memory, a
+# barrier or a constant. triton has no types for them.
+Traced: TypeAlias = Any
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
+
+# What a cell returns, and what JSON holds: each value has its own type.
+Figures: TypeAlias = dict[str, Any]
 
 
 class NotHere(Exception):
     """The cell cannot run on this machine; the text says why."""
 
 
-class Launched(dict[str, Any]):
+class Launched(Figures):
     """Figures of a cell whose launches were accepted, while nothing was computed or compared."""
 
 

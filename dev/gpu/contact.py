@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dev.gpu import device
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Figures, NotHere
 from ring_attn.attention import drivers
 from ring_attn.backends import rates
 from ring_attn.backends.base import BackwardInputs
@@ -36,10 +35,8 @@ TRIAL_MASKS = {"full": Mask(128, 128), "causal": Mask(100, 100, causal=True)}
 # A map has a figure for each block of so many rows and dims, within a tile of TILE rows.
 BLOCK, TILE = 8, 64
 
-Found = dict[str, Any]
 
-
-def forward(kernels: str, headdim: int, mask: str) -> Found:
+def forward(kernels: str, headdim: int, mask: str) -> Figures:
     """Compare out and lse with the oracle."""
     backend, inputs, bounds = prepared(kernels, headdim, mask)
     scores = Scores(headdim**-0.5)
@@ -52,7 +49,7 @@ def forward(kernels: str, headdim: int, mask: str) -> Found:
     return judged({"out": out, "lse": lse}, *expect(inputs, bounds))
 
 
-def backward(kernels: str, headdim: int, mask: str) -> Found:
+def backward(kernels: str, headdim: int, mask: str) -> Figures:
     """Compare dq, dk and dv with the oracle."""
     backend, inputs, bounds = prepared(kernels, headdim, mask)
     oracle, plain = expect(inputs, bounds)
@@ -68,7 +65,7 @@ def backward(kernels: str, headdim: int, mask: str) -> Found:
     return judged(got, oracle, plain)
 
 
-def decode(queries: int) -> Found:
+def decode(queries: int) -> Figures:
     """Compare the decoding of some queries, over three ranks in this process, with the oracle."""
     seqlen = 100 if device.is_trial() else 3000
     layout = SequenceLayout.contiguous(seqlen, 3)
@@ -121,7 +118,7 @@ def inputs_of(mask: Mask, headdim: int) -> Inputs:
     )
 
 
-def judged(got: Mapping[str, Tensor], oracle: Expected, plain: Expected) -> Found:
+def judged(got: Mapping[str, Tensor], oracle: Expected, plain: Expected) -> Figures:
     """Return error / bound of each result; raise with maps of those that are wrong."""
     ratios, wrong = {}, []
     for name, x in got.items():
@@ -135,13 +132,13 @@ def judged(got: Mapping[str, Tensor], oracle: Expected, plain: Expected) -> Foun
     return {"ratios": ratios}
 
 
-def fault_of(name: str, got: Tensor, expected: Tensor) -> Found:
+def fault_of(name: str, got: Tensor, expected: Tensor) -> Figures:
     """Describe where a result is wrong: a layout's mistake repeats in rows or dims of a block.
 
     The map has the logarithm (base 10) of the largest error, for each block of rows (within tiles
     of TILE rows) and dims, of the first batch entry and head; 9 stands for NaN.
     """
-    fault: Found = {
+    fault: Figures = {
         "result": name,
         "nan": int(got.isnan().sum()),
         "zeros": int((got == 0).sum()),

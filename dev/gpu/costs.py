@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dev.gpu import device
+from dev.gpu.cells import Figures
 from dev.gpu.graphs import alone
 from ring_attn.attention import first_use
 from ring_attn.backends import Purpose, get_backend
@@ -35,7 +36,7 @@ def host_us(call: Callable[[], object]) -> float:
     return round(1e6 * statistics.median(times[WARM_UPS:]), 2)
 
 
-def host() -> dict[str, Any]:
+def host() -> Figures:
     """Host times of a launch, a copy, a post and a wait, as `Host` of the planner has them."""
     where = alone()
     mask = Mask(1024, 1024)
@@ -69,7 +70,7 @@ def host() -> dict[str, Any]:
     }
 
 
-def slowdown() -> dict[str, Any]:
+def slowdown() -> Figures:
     """The share of its speed that attention loses while messages of NCCL are under way."""
     where = alone()
     inputs = random_qkv(
@@ -105,7 +106,7 @@ def slowdown() -> dict[str, Any]:
     return {"alone_ms": lone, "beside_ms": beside, "share": round(1 - lone / beside, 4)}
 
 
-def use_for_the_first_time() -> dict[str, Any]:
+def use_for_the_first_time() -> Figures:
     """Seconds of the case that a first call runs, beside compiling."""
     device.need_cuda("a first use")
     sizes = ("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
@@ -121,7 +122,7 @@ def use_for_the_first_time() -> dict[str, Any]:
     return {"seconds": round(max(seconds), 3)}
 
 
-def decode(rows: int) -> dict[str, Any]:
+def decode(rows: int) -> Figures:
     """Microseconds of one token over a cache of so many rows, and the bandwidth that it reads."""
     import ring_attn
 

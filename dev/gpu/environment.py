@@ -6,9 +6,9 @@ import os
 import platform
 import shutil
 import subprocess
-from typing import Any
 
 from dev.gpu import device
+from dev.gpu.cells import Figures
 
 # Elements a side of the product that is the ceiling of matrix rates, and bytes of the copy.
 PRODUCT, COPY_BYTES = 8192, 1 << 30
@@ -18,7 +18,7 @@ SMI = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power
 PREFIXES = ("CUDA", "NCCL", "PYTORCH", "TORCH", "TRITON")
 
 
-def versions() -> dict[str, Any]:
+def versions() -> Figures:
     """Return versions of software and hardware, and the tools that later stages use."""
     import torch
     import triton
@@ -27,7 +27,7 @@ def versions() -> dict[str, Any]:
 
     from dev.gpu.triton_key import short
 
-    found: dict[str, Any] = {
+    found: Figures = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,

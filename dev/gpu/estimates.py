@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
+from dev.gpu.cells import Figures
 from dev.gpu.results import Row
 from dev.gpu.screen import figures_of
 from ring_attn.backends import rates
@@ -330,9 +330,9 @@ def table() -> str:
     return HEAD + "".join(lines)
 
 
-def measured() -> dict[str, dict[str, Any]]:
+def measured() -> dict[str, Figures]:
     """Return the recorded figures by the keys of their estimates."""
-    found: dict[str, dict[str, Any]] = json.loads(MEASURED.read_text())
+    found: dict[str, Figures] = json.loads(MEASURED.read_text())
     return found
 
 

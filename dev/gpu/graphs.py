@@ -5,14 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ring_attn
 from dev.gpu import device
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Figures, NotHere
 from ring_attn.torch_private import SECOND_NCCL_CLASS, coalesced, nccl_options
 from ring_attn.transport.options import MAX_CTAS
 
@@ -31,7 +30,7 @@ def alone() -> torch.device:
     return where
 
 
-def capture(strategy: str) -> dict[str, Any]:
+def capture(strategy: str) -> Figures:
     """Capture forward and backward; compare the bits of replays with those of eager calls."""
     where = alone()
     layout = ring_attn.SequenceLayout.zigzag(seqlen=ROWS, world_size=1)
@@ -62,10 +61,10 @@ def capture(strategy: str) -> dict[str, Any]:
     return {"replays": REPLAYS}
 
 
-def messages_to_itself() -> dict[str, Any]:
+def messages_to_itself() -> Figures:
     """Time messages that the only rank sends to itself, and the host's share of a post."""
     where = alone()
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     for nbytes in MESSAGES:
         sent = torch.randint(255, (nbytes,), dtype=torch.uint8, device=where)
         received = torch.zeros_like(sent)
@@ -90,7 +89,7 @@ def messages_to_itself() -> dict[str, Any]:
     return figures
 
 
-def second_class() -> dict[str, Any]:
+def second_class() -> Figures:
     """Start two coalesced collectives over torch's second class of NCCL process groups.
 
     Each result is compared on the device, without a wait of the host: a work that is not waited for

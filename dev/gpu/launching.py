@@ -20,7 +20,7 @@ import pytest
 from torch import Tensor
 
 from dev.gpu import device, speed
-from dev.gpu.cells import Launched, NotHere
+from dev.gpu.cells import Figures, Launched, NotHere
 from dev.gpu.device import Compilations
 from ring_attn.backends import kept_launches
 from ring_attn.backends.kept_launches import KeptLaunches
@@ -125,7 +125,7 @@ def on_h100(module: ModuleType) -> Iterator[None]:
         yield
 
 
-def launch(target: str, *arguments: Any) -> dict[str, Any]:
+def launch(target: str, *arguments: Any) -> Figures:
     """Run a cell on the pretended H100; its results are compared by shapes, if at all."""
     module_name, _, function = target.partition(":")
     module = import_module(module_name)
@@ -151,7 +151,7 @@ def problem_of_few_rows(rows: int, *others: Any) -> Shape:
     return REAL_PROBLEM(min(rows, MOST_ROWS), *others)
 
 
-def judged_by_shapes(got: Mapping[str, Tensor], oracle: Any, plain: Any) -> dict[str, Any]:
+def judged_by_shapes(got: Mapping[str, Tensor], oracle: Any, plain: Any) -> Figures:
     alike(got, oracle)
     return {}
 

@@ -7,10 +7,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from dev.gpu import device
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Figures, NotHere
 from dev.gpu.device import FOLDER
 
 # The message of ncu where a user, or a virtual machine, may not read counters.
@@ -25,7 +24,7 @@ SECTIONS = (
 )
 
 
-def profile(kernel: str, direction: str) -> dict[str, Any]:
+def profile(kernel: str, direction: str) -> Figures:
     """Profile one launch of a kernel at the sizes of the speeds; the report is a file."""
     device.need_cuda("Nsight Compute")
     if shutil.which("ncu") is None:
@@ -57,7 +56,7 @@ def one_call(direction: str) -> None:
         attention.backward()
 
 
-def tune(seconds: float) -> dict[str, Any]:
+def tune(seconds: float) -> Figures:
     """Find the fastest configs; the file of RING_ATTN_CONFIGS is one of the run."""
     found = folder() / "tune.json"
     options = ["--budget", str(seconds), "--json", str(found)]

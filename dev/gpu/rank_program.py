@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
+from dev.gpu.cells import Figures
 from dev.gpu.rings import CALL_DIM, CALL_HEADS, CALL_ROWS, ROWS_OF_RANK, case_of
 from ring_attn.attention.connections import CHANNELS as connected
 from ring_attn.core.program import CHANNELS, Hop
@@ -74,7 +75,7 @@ def where() -> torch.device:
 # -- cases: functions that all ranks call with the same arguments
 
 
-def first_contact() -> dict[str, Any]:
+def first_contact() -> Figures:
     """Check a sum over all ranks, and a message from each rank to the next."""
     rank, size = dist.get_rank(), dist.get_world_size()
     total = torch.full((1000,), float(rank + 1), device=where())
@@ -90,7 +91,7 @@ def first_contact() -> dict[str, Any]:
     return {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_cuda() else None}
 
 
-def connection_memory() -> dict[str, Any]:
+def connection_memory() -> Figures:
     """Measure the memory of each channel of our communicators, of two ranks; none must exist yet.
 
     The GPU's free memory also counts the other ranks.
@@ -106,7 +107,7 @@ def connection_memory() -> dict[str, Any]:
     return {"MiB": used / connections / 2**20, "all_MiB": used / 2**20}
 
 
-def channels() -> dict[str, Any]:
+def channels() -> Figures:
     """Read from NCCL's log how many channels a peer has, in the last communicator."""
     log = Path(os.environ["NCCL_DEBUG_FILE"]).read_text(errors="replace")
     found = re.findall(r"(\d+) p2p channels, (\d+) p2p channels per peer", log)
@@ -114,7 +115,7 @@ def channels() -> dict[str, Any]:
     return {"channels": int(found[-1][0]), "per peer": int(found[-1][1])}
 
 
-def strategy(name: str, layout: str) -> dict[str, Any]:
+def strategy(name: str, layout: str) -> Figures:
     """Compare with the oracle, with a second run, and with the ring in one process.
 
     NCCL sums the gradients of an all-gather over more than two ranks in an order of its own.
@@ -132,7 +133,7 @@ def strategy(name: str, layout: str) -> dict[str, Any]:
     return {"ratio": max(round(float(verdict.ratio), 3) for verdict in got.verdicts)}
 
 
-def sizes() -> dict[str, Any]:
+def sizes() -> Figures:
     """Send messages of all sizes around on every lane; compare each byte."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert world is not None
@@ -162,7 +163,7 @@ def numbered(nbytes: int, rank: int, lane: int) -> Tensor:
     return (torch.arange(nbytes, dtype=torch.int32, device=where()) * factor % 251).byte()
 
 
-def late_ranks(trials: int) -> dict[str, Any]:
+def late_ranks(trials: int) -> Figures:
     """Make drawn ranks late before calls; all trials have the same bits."""
     drawn = random.Random(dist.get_rank())
     first = call()
@@ -184,7 +185,7 @@ def late(drawn: random.Random) -> Iterator[None]:
         torch.cuda._sleep(drawn.randrange(SLEEP_CYCLES))
 
 
-def graph(replays: int) -> dict[str, Any]:
+def graph(replays: int) -> Figures:
     """Capture forward and backward on all ranks; replays have the bits of eager calls."""
     assert on_cuda(), "graphs are of CUDA"
     given = torch.randn(4, 1, rows(), CALL_HEADS, dim(), device=where(), dtype=torch.bfloat16)
@@ -207,7 +208,7 @@ def graph(replays: int) -> dict[str, Any]:
 
 def disagreement(argument: str) -> None:
     """Rank 1 passes another argument: a call, a later call or `check` must raise."""
-    other: dict[str, Any] = {"causal": False} if argument == "causal" else {"softmax_scale": 0.5}
+    other: Figures = {"causal": False} if argument == "causal" else {"softmax_scale": 0.5}
     call()
     call(**(other if dist.get_rank() == 1 else {}))
     call()
@@ -244,7 +245,7 @@ def call(given: Tensor | None = None, **changes: Any) -> list[Tensor]:
     layout = ring_attn.SequenceLayout.zigzag(seqlen=rows() * size, world_size=size)
     q, k, v = (x.detach().requires_grad_() for x in given[:3])
     transport = TransportOptions(timeout=TIMEOUT)
-    options: dict[str, Any] = {"causal": True, "strategy": "ring", **changes}
+    options: Figures = {"causal": True, "strategy": "ring", **changes}
     out = ring_attn.ring_attention(q, k, v, layout=layout, transport=transport, **options)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3])]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dev.gpu import device
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Figures, NotHere
 from dev.gpu.device import FOLDER
 
 # The path of a newer NCCL, which `carry` unpacks. Workers of the stage "multi" load it first.
@@ -77,17 +77,17 @@ class Ranks:
             raise RankFailed("; ".join(f"rank {rank}: {text}" for rank, text in errors.items()))
         return [outcome["figures"] for outcome in outcomes]
 
-    def outcomes(self, seconds: float) -> list[dict[str, Any]]:
+    def outcomes(self, seconds: float) -> list[Figures]:
         """Return figures or the error of each rank."""
         end = time.monotonic() + seconds
         return [self._outcome(rank, end) for rank in range(len(self._processes))]
 
-    def _outcome(self, rank: int, end: float) -> dict[str, Any]:
+    def _outcome(self, rank: int, end: float) -> Figures:
         process, pipe = self._processes[rank], self._pipes[rank]
         wait([pipe, process.sentinel], timeout=max(0.0, end - time.monotonic()))
         try:
             if pipe.poll():
-                outcome: dict[str, Any] = pipe.recv()
+                outcome: Figures = pipe.recv()
                 return outcome
         except (EOFError, ConnectionResetError):
             process.join(1.0)
@@ -113,7 +113,7 @@ class Ranks:
 _kept: dict[tuple[str, int], Ranks] = {}
 
 
-def run(way: str, world_size: int, case: str, *arguments: Any) -> dict[str, Any]:
+def run(way: str, world_size: int, case: str, *arguments: Any) -> Figures:
     """Run a case on ranks that are kept for the next one; a failure ends them."""
     key = way, world_size
     for other in [key_ for key_ in _kept if key_ != key]:
@@ -130,7 +130,7 @@ def run(way: str, world_size: int, case: str, *arguments: Any) -> dict[str, Any]
     return {"ranks": answers, "start_s": round(started, 1)}
 
 
-def notices(way: str, case: str, *arguments: Any) -> dict[str, Any]:
+def notices(way: str, case: str, *arguments: Any) -> Figures:
     """Run a case after which every rank must have raised; its ranks are not used again."""
     ranks = Ranks(way, 2)
     try:
@@ -146,7 +146,7 @@ def notices(way: str, case: str, *arguments: Any) -> dict[str, Any]:
     return {"errors": [str(outcome["error"])[:500] for outcome in outcomes]}
 
 
-def killed(way: str, when: str) -> dict[str, Any]:
+def killed(way: str, when: str) -> Figures:
     """Kill rank 1 before or within a call; rank 0 must raise or end within NOTICE_SECONDS."""
     ranks = Ranks(way, 2)
     try:

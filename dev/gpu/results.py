@@ -26,11 +26,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from dev.gpu.cells import Figures
+
 FILE = "results.jsonl"
 # Logs of the workers, and reports that cells have written.
 FILES = "files.tar.gz"
 
-Row = dict[str, Any]
+Row = Figures
 
 # Name of the cell that lists the others of its stage.
 LISTING = "(list of cells)"

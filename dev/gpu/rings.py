@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dev.gpu import device
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Figures, NotHere
 from ring_attn.backends.rates import ONE_PASS_KV_HEADS
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Case, Heads, run_all_ranks
@@ -40,7 +38,7 @@ def case_of(strategy: str, layout: str, rows: int, *, same_bits: bool = False) -
     return Case(mask, layout, strategy, "triton", "bfloat16", heads, batch=1, same_bits=same_bits)
 
 
-def holds(strategy: str, layout: str, world_size: int = WORLD_SIZE) -> dict[str, Any]:
+def holds(strategy: str, layout: str, world_size: int = WORLD_SIZE) -> Figures:
     """Compare all results with the oracle, and those of a second run bit by bit."""
     case = case_of(strategy, layout, ROWS_OF_RANK * world_size)
     got, again = (run_all_ranks(case, world_size, device=device.where()) for _ in range(2))
@@ -64,7 +62,7 @@ def calls_of_ranks() -> None:
         run_all_ranks(case, world_size, device=device.where())
 
 
-def same_bits(strategy: str) -> dict[str, Any]:
+def same_bits(strategy: str) -> Figures:
     """Compare the bits of 2 and 4 ranks with those of one."""
     if device.is_trial():
         raise NotHere("needs a GPU: only triton's kernels have the same bits on all ranks")

@@ -9,9 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from dev.gpu.cells import Cell, Stage
+from dev.gpu.cells import Cell, Figures, Stage
 from dev.gpu.results import LISTING, Results
 from dev.gpu.watch import Died, Worker
 
@@ -129,9 +128,9 @@ class Run:
                 return
             self._run_cell(cell, environment, end)
 
-    def _run_cell(self, cell: Cell, environment: Mapping[str, str], end: float) -> dict[str, Any]:
+    def _run_cell(self, cell: Cell, environment: Mapping[str, str], end: float) -> Figures:
         """Run a cell in an idle or a new worker; write and return its row."""
-        row: dict[str, Any]
+        row: Figures
         if end - time.monotonic() < min(cell.limit, LEAST_SECONDS):
             row = {"state": "no time"}
         else:
@@ -139,9 +138,7 @@ class Run:
         self.results.add(cell=cell.label, at=self.seconds, **row)
         return row
 
-    def _run_in_worker(
-        self, cell: Cell, environment: Mapping[str, str], end: float
-    ) -> dict[str, Any]:
+    def _run_in_worker(self, cell: Cell, environment: Mapping[str, str], end: float) -> Figures:
         try:
             worker = self._worker(environment, end)
         except TimeoutError:
@@ -155,9 +152,9 @@ class Run:
             row["state"] = "cut"
         return row
 
-    def _verdict(self, worker: Worker, cell: Cell, seconds: float) -> dict[str, Any]:
+    def _verdict(self, worker: Worker, cell: Cell, seconds: float) -> Figures:
         """Return the row of a cell; the worker is kept only if it is healthy."""
-        row: dict[str, Any]
+        row: Figures
         try:
             row = worker.ask(cell, seconds)
         except TimeoutError:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from dev.gpu.cells import Figures
 from dev.gpu.results import BAD, Row, counts, last_rows
 
 # Bad cells that are listed, and characters of each reason.
@@ -20,10 +19,10 @@ def screen(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def figures_of(cells: dict[str, Row], label: str) -> dict[str, Any]:
+def figures_of(cells: dict[str, Row], label: str) -> Figures:
     """Return the figures of a cell; none if it has not passed."""
     row = cells.get(label, {})
-    figures: dict[str, Any] = row.get("figures", {}) if row.get("state") == "ok" else {}
+    figures: Figures = row.get("figures", {}) if row.get("state") == "ok" else {}
     return figures
 
 
@@ -89,7 +88,7 @@ def _speeds(cells: dict[str, Row]) -> list[str]:
     return lines
 
 
-def _beside(ours: float, other: dict[str, Any], mode: str) -> str:
+def _beside(ours: float, other: Figures, mode: str) -> str:
     """The other's rate, and ours in percent of it."""
     rate = other.get(f"{mode}_TFLOPs")
     return "-" if not rate else f"{rate:.3g} ({100 * ours / rate:.0f} %)"

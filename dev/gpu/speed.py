@@ -6,12 +6,11 @@ Ours is compared with the oracle before it is timed.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import torch
 
 from dev.gpu import device
-from dev.gpu.cells import NotHere
+from dev.gpu.cells import Figures, NotHere
 from dev.gpu.device import Compilations
 from ring_attn.backends import get_backend
 from ring_attn.backends.triton import TritonBackend
@@ -63,10 +62,10 @@ def make(name: str, problem: Shape, data: Inputs) -> Implementation:
     return Ours(problem, data, get_backend("aten" if device.is_trial() else "triton"))
 
 
-def measure(name: str, rows: int, heads: int, kv_heads: int, dim: int, mask: str) -> dict[str, Any]:
+def measure(name: str, rows: int, heads: int, kv_heads: int, dim: int, mask: str) -> Figures:
     """Time forward and backward; return milliseconds and TFLOP/s of each, and error / bound."""
     problem = problem_of(rows, heads, kv_heads, dim, mask)
-    figures: dict[str, Any] = {"implementation": name, "mask": mask, "rows": rows, "dim": dim}
+    figures: Figures = {"implementation": name, "mask": mask, "rows": rows, "dim": dim}
     figures["heads"] = [heads, kv_heads]
     if name in OURS:
         ratio, wrong = OracleJudge(problem).verdict(lambda *given: make(name, *given))

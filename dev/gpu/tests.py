@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from dev.gpu import device
-from dev.gpu.cells import Launched, NotHere
+from dev.gpu.cells import Figures, Launched, NotHere
 from dev.gpu.device import Compilations
 from dev.gpu.watch import ROOT
 
@@ -60,7 +59,7 @@ class Reported:
             self.passed += 1
 
 
-def listed() -> dict[str, Any]:
+def listed() -> Figures:
     """The tests that need a GPU; the first case of each test comes first, then the second.
 
     A trial has only the first cases.
@@ -87,7 +86,7 @@ def limit_of(name: str) -> float:
     return PREPARED_LIMIT if prepared and UNPREPARED not in name else LIMIT
 
 
-def listed_over_nccl(way: str) -> dict[str, Any]:
+def listed_over_nccl(way: str) -> Figures:
     """The tests of ranks that share a GPU; a cell has all cases of a test, with the same ranks."""
     plugin = Listed()
     # Other files import packages that the machine may lack, and take seconds.
@@ -116,7 +115,7 @@ def in_turn(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: turns[name])
 
 
-def run(name: str, *options: str) -> dict[str, Any]:
+def run(name: str, *options: str) -> Figures:
     """Run a test, or all cases of one; raise the first failure."""
     plugin = Reported()
     with Compilations() as compilations:

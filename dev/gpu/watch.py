@@ -13,9 +13,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from dev.gpu.cells import Cell
+from dev.gpu.cells import Cell, Figures
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +63,7 @@ class Worker:
         self.answer(seconds)
         self.is_ready = True
 
-    def answer(self, seconds: float) -> dict[str, Any]:
+    def answer(self, seconds: float) -> Figures:
         """Return the next answer.
 
         Raises:
@@ -77,10 +76,10 @@ class Worker:
             raise TimeoutError from None
         if line is None:
             raise Died(self._end())
-        answer: dict[str, Any] = json.loads(line)
+        answer: Figures = json.loads(line)
         return answer
 
-    def ask(self, cell: Cell, seconds: float) -> dict[str, Any]:
+    def ask(self, cell: Cell, seconds: float) -> Figures:
         """Run a cell; return its answer, or raise as `answer`."""
         assert self._process.stdin is not None
         request = {"target": cell.target, "arguments": cell.arguments}

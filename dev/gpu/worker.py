@@ -15,7 +15,7 @@ import time
 from importlib import import_module
 from typing import Any, TextIO
 
-from dev.gpu.cells import Launched, NotHere
+from dev.gpu.cells import Figures, Launched, NotHere
 from dev.gpu.triton_key import use_key_of_variable
 
 # Modules that a worker imports before it is ready, so that no cell's limit pays for them.
@@ -44,7 +44,7 @@ def main() -> None:
             os._exit(POISONED)  # handlers of CUDA's libraries could hang at the exit
 
 
-def answer_to(request: dict[str, Any]) -> dict[str, Any]:
+def answer_to(request: Figures) -> Figures:
     """Run the function of a request; return its state, seconds, and figures or error."""
     start = time.monotonic()
     try:
@@ -84,7 +84,7 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _write(answers: TextIO, answer: dict[str, Any]) -> None:
+def _write(answers: TextIO, answer: Figures) -> None:
     answers.write(json.dumps(answer, default=str) + "\n")
 
 
