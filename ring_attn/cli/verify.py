@@ -163,7 +163,8 @@ def run(args: argparse.Namespace) -> int:
     if not under_torchrun():
         check_memory(world_size)
     every, refusals = without_refused(every, world_size, device)
-    wanted = every if args.all else sample(every, QUICK if args.quick else SAMPLE, seed)
+    size = QUICK if args.quick else SAMPLE
+    wanted = every if args.all else sample(every, size, seed)
     one_of_reason = [of_reason[0] for of_reason in refusals.values()]
     # All ranks must refuse a case; a few are enough to show it. If none can run, all reasons show.
     wanted += one_of_reason[: len(wanted) // 20] if wanted else one_of_reason

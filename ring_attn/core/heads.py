@@ -86,7 +86,8 @@ def share_heads(
     num_with_heads = min(nheads, degree)
     cuts = _cuts(nheads, group, num_with_heads)
     shares = [HeadShare(_runs(start, stop, group)) for start, stop in pairwise(cuts)]
-    return (*shares, *[HeadShare(())] * (degree - num_with_heads))
+    without_heads = [HeadShare(())] * (degree - num_with_heads)
+    return (*shares, *without_heads)
 
 
 def is_replicated(shares: tuple[HeadShare, ...], nheads_kv: int) -> bool:

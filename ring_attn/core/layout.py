@@ -253,7 +253,10 @@ class SequenceLayout:
         if self.parts is None:
             return (code, self.seqlen, self.world_size)
         counts = [len(part) for part in self.parts]
-        fields = [x for part in self.parts for s in part for x in (s.start, s.length, s.stride)]
+        fields: list[int] = []
+        for part in self.parts:
+            for segment in part:
+                fields += (segment.start, segment.length, segment.stride)
         return (code, len(counts), *counts, *fields)
 
     def appended(self, rank: int, count: int) -> SequenceLayout:

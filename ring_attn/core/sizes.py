@@ -33,12 +33,15 @@ MakePacket = Callable[[AttentionSpec, Side, int], Packet]
 @lru_cache(maxsize=4096)
 def shard_packet(spec: AttentionSpec, sent_side: Side, rows: int) -> Packet:
     """The message with `rows` rows of the side that is sent: K and V, or Q, dO, lse and delta."""
-    heads, wide = spec.nheads_kv if sent_side == "kv" else spec.nheads, spec.accum_dtype
-    lead, statistic = (spec.batch, rows, heads), (spec.batch, heads, rows)
-    both = ((*lead, spec.headdim), (*lead, spec.headdim_v)), (spec.dtype, spec.dtype)
+    batch, dtype, wide = spec.batch, spec.dtype, spec.accum_dtype
     if sent_side == "kv":
-        return Packet(*both)
-    return Packet((*both[0], statistic, statistic), (*both[1], wide, wide))
+        k = (batch, rows, spec.nheads_kv, spec.headdim)
+        v = (batch, rows, spec.nheads_kv, spec.headdim_v)
+        return Packet((k, v), (dtype, dtype))
+    q = (batch, rows, spec.nheads, spec.headdim)
+    dout = (batch, rows, spec.nheads, spec.headdim_v)
+    lse = delta = (batch, spec.nheads, rows)
+    return Packet((q, dout, lse, delta), (dtype, dtype, wide, wide))
 
 
 @lru_cache(maxsize=4096)

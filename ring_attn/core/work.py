@@ -230,7 +230,8 @@ def sent_runs(
 ) -> list[slice]:
     """The run around all rows of each rank's shard that another rank needs."""
     rows = totals(layout_q, layout_kv, mask).moving[sent_side]
-    return [*map(slice, rows.start.tolist(), rows.stop.tolist())]
+    bounds = zip(rows.start.tolist(), rows.stop.tolist(), strict=True)
+    return [slice(start, stop) for start, stop in bounds]
 
 
 @lru_cache(maxsize=1024)
@@ -240,15 +241,20 @@ def sizes_with(
 ) -> list[Sizes]:
     """Sizes of the tiles between a rank's shard and each rank's shard of the side that is sent."""
     check_fit(layout_q, layout_kv, mask)
+    has_queries = sent_side == "kv"  # the rank's own shard; the other shards have the keys
     if layout_q.world_size <= SMALL:
         table = pair_work(layout_q, layout_kv, mask)
-        work = table.at((rank, slice(None)) if sent_side == "kv" else (slice(None), rank))
+        work = table.at((rank, slice(None)) if has_queries else (slice(None), rank))
     else:
         q, kv = _SegmentTable.of(layout_q), _SegmentTable.of(layout_kv, by_position=True)
-        line = slice(rank, rank + 1)
-        q, kv = (q.among(line), kv) if sent_side == "kv" else (q, kv.among(line))
+        own = slice(rank, rank + 1)
+        if has_queries:
+            q = q.among(own)
+        else:
+            kv = kv.among(own)
         work = Work(*(x.flatten() for x in _work_between(q, kv, mask).at(...)))
-    return [*map(Sizes, *(sizes.tolist() for sizes in work))]
+    columns = [column.tolist() for column in work]
+    return [Sizes(*sizes) for sizes in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -401,7 +407,9 @@ def needed_rows(
         run = work.kv if sent_side == "kv" else work.q
         return (run.stop - run.start).fill_diagonal_(0)
     q, kv = _SegmentTable.of(layout_q), _SegmentTable.of(layout_kv, by_position=True)
-    world_size, room = q.num_ranks, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
+    world_size = q.num_ranks
+    # Row r of pair p has the number p * room + r, so that all pairs are counted at once.
+    room = 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
     cut = [_pieces(q, table) for table in mask.tables]
     counts = torch.zeros(world_size * world_size, dtype=torch.int64)
     for ranks in _blocks(world_size):
@@ -409,15 +417,22 @@ def needed_rows(
         for pieces, columns in cut:
             here = (pieces.rank >= ranks.start) & (pieces.rank < ranks.stop)
             some, columns = pieces.chosen(here), columns[:, here]
-            for pair, tiles in _tiles_of_pieces(some, kv, columns, *_seen(some, kv, columns)):
+            begin, end = _seen(some, kv, columns)
+            for pair, tiles in _tiles_of_pieces(some, kv, columns, begin, end):
                 side = (tiles.k0, tiles.k1) if sent_side == "kv" else (tiles.q0, tiles.q1)
                 runs.append(torch.stack(side) + pair * room)
-        start, stop = torch.cat(runs, 1)
-        start, order = start.sort()
-        reached = stop[order].cummax(0).values if len(order) else stop
-        before = torch.cat((start[:1], reached[:-1]))
-        counts.index_add_(0, start // room, (reached - torch.maximum(start, before)).clamp_(min=0))
+        start, new_rows = _new_rows(torch.cat(runs, 1))
+        counts.index_add_(0, start // room, new_rows)
     return counts.view(world_size, world_size).int().fill_diagonal_(0)
+
+
+def _new_rows(runs: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort (2, n) runs by their starts; return the starts, and the rows that only each run adds."""
+    start, order = runs[0].sort()
+    stop = runs[1][order]
+    reached = stop.cummax(0).values if len(stop) else stop
+    before = torch.cat((start[:1], reached[:-1]))
+    return start, (reached - torch.maximum(start, before)).clamp_(min=0)
 
 
 def _pieces(q: _SegmentTable, table: Tensor) -> tuple[_SegmentTable, Tensor]:
@@ -425,13 +440,15 @@ def _pieces(q: _SegmentTable, table: Tensor) -> tuple[_SegmentTable, Tensor]:
     # The slices of a layer are sorted by queries: a segment touches a run of slices.
     first = torch.searchsorted(table[1], q.start, right=True)
     last = torch.searchsorted(table[0], q.end)
-    parts = []
+    parts = [torch.empty(8, 0, dtype=torch.int64)]
     for segment, index in _expanded(first, last):
-        start, stop = q.rows_between(segment, *table[:2, index])
+        q_start, q_stop, *keys_and_band = table[:, index]
+        start, stop = q.rows_between(segment, q_start, q_stop)
+        first_row = q.first[segment] + start
         position = q.start[segment] + start * q.stride
-        piece = q.rank[segment], q.first[segment] + start, position, stop - start
-        parts.append(torch.stack((*piece, *table[2:, index]))[:, start < stop])
-    columns = torch.cat([torch.empty(8, 0, dtype=torch.int64), *parts], 1)
+        piece = (q.rank[segment], first_row, position, stop - start)
+        parts.append(torch.stack((*piece, *keys_and_band))[:, start < stop])
+    columns = torch.cat(parts, 1)
     return _SegmentTable(q.num_ranks, q.stride, *columns[:4]), columns[4:]
 
 

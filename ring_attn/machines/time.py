@@ -54,8 +54,12 @@ def sampled_ranks(world_size: int, node_size: int, *members: int) -> list[int]:
     These are RUN or fewer of the first node, of the last node and of the members' nodes.
     """
     length = min(node_size, RUN)
-    starts = sorted({rank // length * length for rank in (0, world_size - 1, *members)})
-    return [r for start in starts for r in range(start, min(start + length, world_size))]
+    runs = sorted({rank // length for rank in (0, world_size - 1, *members)})
+    ranks: list[int] = []
+    for run in runs:
+        start = run * length
+        ranks += range(start, min(start + length, world_size))
+    return ranks
 
 
 def simulate(

@@ -367,7 +367,8 @@ class _Placement:
         for rank, whole in enumerate(self.whole):
             order += sorted(whole)
             rows = sum(lengths[index] for index in whole)
-            parts[rank] += [Segment(start, rows)] * (rows > 0)
+            if rows:
+                parts[rank].append(Segment(start, rows))
             start += rows
         order += [index for index, n in enumerate(lengths) if not n]
         boundaries = accumulate((lengths[index] for index in order), initial=0)

@@ -124,9 +124,10 @@ def _follows(rows: Sequence[Row], name: str, size: str) -> bool:
 
 def _modes(rows: Sequence[Row]) -> dict[str, str]:
     """Return the titles of the modes of the rows; operations are their own titles."""
-    found = [*MODES, *dict.fromkeys(row["mode"] for row in rows)]
-    present = {row["mode"] for row in rows}
-    return {mode: MODES.get(mode, mode) for mode in dict.fromkeys(found) if mode in present}
+    present = dict.fromkeys(row["mode"] for row in rows)
+    known = {mode: title for mode, title in MODES.items() if mode in present}
+    others = {mode: mode for mode in present if mode not in MODES}
+    return {**known, **others}
 
 
 def _times(rows: Sequence[Row], theme: str) -> Figure:

@@ -237,20 +237,26 @@ def outline(piece: Slice) -> list[Point]:
         >>> outline(Slice(0, 2, 0, 2, None, 0))
         [(1, 0), (1, 1), (2, 1), (2, 2), (0, 2), (0, 1), (0, 1), (0, 0)]
     """
+    left: list[Point] = []
+    right: list[Point] = []
     if piece.q_end - piece.q_start <= MAX_STAIRS:
-        rows = [(i, i + 1, *_seen(piece, i)) for i in range(piece.q_start, piece.q_end)]
-        right = [point for top, end, _, stop in rows for point in ((stop, top), (stop, end))]
-        left = [point for top, end, start, _ in rows for point in ((start, top), (start, end))]
+        for query in range(piece.q_start, piece.q_end):
+            start, stop = _seen(piece, query)
+            left += [(start, query), (start, query + 1)]
+            right += [(stop, query), (stop, query + 1)]
         return [*right, *reversed(left)]
     bends = {piece.q_start, piece.q_end - 1}
     if piece.lo is not None:
         bends.add(piece.k_start - piece.lo)
     if piece.hi is not None:
         bends.add(piece.k_end - 1 - piece.hi)
-    inside = sorted(row for row in bends if piece.q_start <= row < piece.q_end)
-    edges = [(row if row < piece.q_end - 1 else piece.q_end, *_seen(piece, row)) for row in inside]
-    right = [(stop, row) for row, _, stop in edges]
-    left = [(start, row) for row, start, _ in edges]
+    for query in sorted(bends):
+        if piece.q_start <= query < piece.q_end:
+            start, stop = _seen(piece, query)
+            # The last query's row is drawn to its end, and the others' as the line between them.
+            height = piece.q_end if query == piece.q_end - 1 else query
+            left.append((start, height))
+            right.append((stop, height))
     return [*right, *reversed(left)]
 
 

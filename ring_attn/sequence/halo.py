@@ -281,9 +281,11 @@ class HaloPlan(NamedTuple):
 
     def gather(self, x: Tensor, transport: Transport) -> Tensor:
         """Return the runs with their neighbours, from the rows of all ranks."""
+        sent = x[torch.cat(self.sent)]
         counts = [len(rows) for rows in self.sent]
-        received = exchange_rows(x[torch.cat(self.sent)], counts, self.received, transport)
-        return torch.cat([x, received, x.new_zeros(1, x.size(1))])[self.around]
+        received = exchange_rows(sent, counts, self.received, transport)
+        zeros = x.new_zeros(1, x.size(1))  # the neighbours of the ends of the sequence
+        return torch.cat([x, received, zeros])[self.around]
 
     def return_gradients(self, around: Tensor, transport: Transport) -> Tensor:
         """Return the gradients of the own rows, summed in the order of the ranks."""

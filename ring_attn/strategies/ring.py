@@ -398,15 +398,15 @@ def _backward(
     yield from base.rounded_sums(grads, call.spec, rounded=rounded)
 
 
-class _Lane(NamedTuple):
+class _Link(NamedTuple):
     """A channel that carries shards and gradients, and the ranks among which it does."""
 
     channel: ops.Channel
     ranks: tuple[int, ...] | None
 
 
-def _lane(op: ops.Post | ops.Wait) -> _Lane:
-    return _Lane(TOGETHER.get(op.channel, op.channel), op.ranks)
+def _link_of(op: ops.Post | ops.Wait) -> _Link:
+    return _Link(TOGETHER.get(op.channel, op.channel), op.ranks)
 
 
 def _together(steps: Iterator[Op]) -> Iterator[Op]:
@@ -415,34 +415,34 @@ def _together(steps: Iterator[Op]) -> Iterator[Op]:
     Gradients that no shard follows start alone, before the next kernel. The first wait for a part
     of an exchange is for all of it.
     """
-    ready: dict[_Lane, ops.Post] = {}  # gradients that have not started
-    under_way: dict[_Lane, list[ops.Post]] = {}
+    ready: dict[_Link, ops.Post] = {}  # gradients that have not started
+    under_way: dict[_Link, list[ops.Post]] = {}
 
-    def start(lane: _Lane, *posts: ops.Post) -> Iterator[Op]:
-        if lane in under_way:
-            del under_way[lane]
-            yield ops.Wait(lane.channel, lane.ranks)
-        under_way[lane] = [*posts]
-        is_one_shard = len(posts) == 1 and posts[0].channel == lane.channel
-        yield posts[0] if is_one_shard else ops.PostTogether(lane.channel, posts)
+    def start(link: _Link, *posts: ops.Post) -> Iterator[Op]:
+        if link in under_way:
+            del under_way[link]
+            yield ops.Wait(link.channel, link.ranks)
+        under_way[link] = [*posts]
+        is_one_shard = len(posts) == 1 and posts[0].channel == link.channel
+        yield posts[0] if is_one_shard else ops.PostTogether(link.channel, posts)
 
     for op in steps:
         if isinstance(op, ops.Differentiate):
             while ready:
                 yield from start(*ready.popitem())
         if isinstance(op, ops.Post) and op.channel in TOGETHER:
-            ready[_lane(op)] = op
+            ready[_link_of(op)] = op
         elif isinstance(op, ops.Post):
-            lane = _lane(op)
-            gradients = [ready.pop(lane)] if lane in ready else []
-            yield from start(lane, *gradients, op)
+            link = _link_of(op)
+            gradients = [ready.pop(link)] if link in ready else []
+            yield from start(link, *gradients, op)
         elif isinstance(op, ops.Wait):
-            lane = _lane(op)
-            if lane in ready and op.channel == ready[lane].channel:
-                yield from start(lane, ready.pop(lane))
-            if any(post.channel == op.channel for post in under_way.get(lane, ())):
-                del under_way[lane]
-                yield ops.Wait(lane.channel, lane.ranks)
+            link = _link_of(op)
+            if link in ready and op.channel == ready[link].channel:
+                yield from start(link, ready.pop(link))
+            if any(post.channel == op.channel for post in under_way.get(link, ())):
+                del under_way[link]
+                yield ops.Wait(link.channel, link.ranks)
         else:
             yield op
 

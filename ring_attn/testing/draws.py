@@ -64,9 +64,12 @@ class Seed(NamedTuple):
 def are_same(draws: Sequence[Draw]) -> bool:
     """Return whether ranks have drawn the same numbers, as ranks with one seed do."""
     num = min(len(draw.first) for draw in draws)
-    if len({draw.shape for draw in draws}) > 1:
-        num = min(num, *(max(1, draw.shape.numel() - NUM_LAST) for draw in draws))
-    return all(torch.equal(draw.first[:num], draws[0].first[:num]) for draw in draws)
+    shapes = {draw.shape for draw in draws}
+    if len(shapes) > 1:
+        fewest = min(shape.numel() for shape in shapes)
+        num = min(num, max(1, fewest - NUM_LAST))
+    expected = draws[0].first[:num]
+    return all(torch.equal(draw.first[:num], expected) for draw in draws)
 
 
 class Replacement(NamedTuple):

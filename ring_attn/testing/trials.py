@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,8 @@ from torch import Tensor
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.testing.draws import Draw, Replacement, are_same
 from ring_attn.testing.observe import IGNORED, Change, Outcome
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _weights(ranks: Sequence[Outcome]) -> Iterator[Trial]:
         f"{len(differing)} weights ({listed(differing)}) differ between the ranks before the first "
         "forward: create the model with one seed on all ranks, or broadcast the weights of rank 0"
     )
-    tested = "the ranks ran again with the weights of rank 0, and had the twin's results"
+    tested = "the ranks ran again with the weights of rank 0, and matched the twin"
     changes = {rank: {("weights",): True} for rank in range(len(ranks))}
     yield Trial(Finding("weights", text, tested), changes, on_ranks=True, in_twin=False)
 
@@ -198,6 +200,13 @@ def _segment_ends(held: Sequence[Held]) -> set[int]:
     return ends
 
 
+def _all_and_each(wrong: Iterable[T]) -> list[list[T]]:
+    """Return what to change in each trial: everything that is wrong, then each part by itself."""
+    parts = list(wrong)
+    each = [[part] for part in parts]
+    return [parts, *each] if len(parts) > 1 else each
+
+
 def _numbers(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
     """Yield trials in which the twin's code gives rows the numbers that they have on the ranks.
 
@@ -221,8 +230,7 @@ def _numbers(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> I
                 wrong.setdefault(i, set()).update(differs.tolist())
                 right[one.columns] = new
     wrong = {i: columns for i, columns in wrong.items() if columns}
-    subsets = [[*wrong]] if len(wrong) == 1 else [[*wrong], *([i] for i in wrong)]
-    for chosen in subsets if wrong else ():
+    for chosen in _all_and_each(wrong):
         places = listed(dict.fromkeys(twin.numbers[i].place for i in chosen))
         columns = sorted(set().union(*(wrong[i] for i in chosen)))
         holders = {one.rank for one in held if set(columns) & set(one.columns.tolist())}
@@ -324,7 +332,7 @@ def _denominators(ranks: Sequence[Outcome]) -> Iterator[Trial]:
             f"{subject} is divided by each rank's own count of targets ({given}{zero}): divide by "
             "the targets of the whole batch"
         )
-        tested = "the ranks ran again with this denominator, and had the twin's results"
+        tested = "the ranks ran again with this denominator, and matched the twin"
         finding = Finding("denominator", text, tested)
         yield Trial(finding, changes, on_ranks=True, in_twin=False, divides_by_zero=divides_by_zero)
 
@@ -337,26 +345,21 @@ def _means(ranks: Sequence[Outcome]) -> Iterator[Trial]:
         return
     wrong: dict[str, list[int]] = {}  # by place
     values: dict[int, Tensor] = {}
+    totals: dict[int, int] = {}
     for i, means in enumerate(zip(*each, strict=True)):
         if len({mean.value.shape for mean in means}) == 1:
             total = sum(mean.num_values for mean in means)
             parts = [mean.value.double().nan_to_num() * mean.num_values for mean in means]
             values[i] = torch.stack(parts).sum(0) / total
+            totals[i] = total
             wrong.setdefault(means[0].place, []).append(i)
-    subsets = [[*wrong]] if len(wrong) == 1 else [[*wrong], *([place] for place in wrong)]
-    for chosen in subsets if wrong else ():
+    for chosen in _all_and_each(wrong):
         indices = [i for place in chosen for i in wrong[place]]
-        # The gradient of the mean over all rows, times the ranks, as gradients are summed.
-        changes = {
-            rank: {
-                ("mean", i): (
-                    values[i],
-                    of_rank[i].num_values * len(ranks) / sum(means[i].num_values for means in each),
-                )
-                for i in indices
-            }
-            for rank, of_rank in enumerate(each)
-        }
+        changes: dict[int, Change] = {}
+        for rank, of_rank in enumerate(each):
+            # The gradient of the mean over all rows, times the ranks, as gradients are summed.
+            factors = {i: of_rank[i].num_values * len(ranks) / totals[i] for i in indices}
+            changes[rank] = {("mean", i): (values[i], factors[i]) for i in indices}
         counts = ", ".join(
             f"{of_rank[indices[0]].num_values} on rank {r}" for r, of_rank in enumerate(each)
         )
@@ -364,7 +367,7 @@ def _means(ranks: Sequence[Outcome]) -> Iterator[Trial]:
             f"a mean in {listed(chosen)} is over the rows of one rank ({counts}): sum over the "
             "ranks, and divide by the rows of all ranks"
         )
-        tested = "the ranks ran again with means over all rows, and had the twin's results"
+        tested = "the ranks ran again with means over all rows, and matched the twin"
         yield Trial(Finding("own mean", text, tested), changes, on_ranks=True, in_twin=False)
 
 
@@ -479,8 +482,7 @@ def _set_seeds(ranks: Sequence[Outcome]) -> Iterator[Trial]:
     for i, seeds in enumerate(zip(*each, strict=True)):
         if len({seed.value for seed in seeds}) > 1:
             wrong.setdefault(seeds[0].function, []).append(i)
-    subsets = [[*wrong]] if len(wrong) == 1 else [[*wrong], *([name] for name in wrong)]
-    for chosen in subsets if wrong else ():
+    for chosen in _all_and_each(wrong):
         indices = [i for name in chosen for i in wrong[name]]
         first = indices[0]
         given = ", ".join(f"{seeds[first].value} on rank {r}" for r, seeds in enumerate(each))
@@ -489,7 +491,7 @@ def _set_seeds(ranks: Sequence[Outcome]) -> Iterator[Trial]:
             f"{listed(chosen)} gets different seeds on the ranks ({given}) in {where}, but the "
             "numbers that follow are of all rows, or of the same rows: set one seed on all ranks"
         )
-        tested = "the ranks ran again with the seeds of rank 0, and had the twin's results"
+        tested = "the ranks ran again with the seeds of rank 0, and matched the twin"
         changes: dict[int, Change] = {
             rank: {("seed", i): each[0][i].value for i in indices} for rank in range(len(ranks))
         }

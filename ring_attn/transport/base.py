@@ -123,7 +123,7 @@ def differences(reports: Mapping[int, Facts]) -> dict[str, str]:
     """
     found = {}
     for name in ["call", *sorted({name for report in reports.values() for name in report})]:
-        values = {rank: tuple(report.get(name, ("",) * 2)) for rank, report in reports.items()}
+        values = {rank: tuple(report.get(name, ("", ""))) for rank, report in reports.items()}
         (usual, fact), _ = Counter(values.values()).most_common(1)[0]
         odd: dict[str, list[int]] = {}
         for rank, (text, other) in values.items():
@@ -319,8 +319,8 @@ def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
 
 def gather_texts(transport: Transport, text: str, device: torch.device) -> list[str]:
     """Return all ranks' texts, in rank order; takes two exchanges, for which the host waits."""
-    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    counts = transport.gather(torch.tensor(mine.numel(), device=device)).tolist()
-    padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.numel()))
-    rows = zip(transport.gather(padded, 1).tolist(), counts, strict=True)
-    return [bytes(row[:count]).decode() for row, count in rows]
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    counts = transport.gather(torch.tensor(own.numel(), device=device)).tolist()
+    padded = torch.nn.functional.pad(own, (0, max(counts) - own.numel()))
+    rows = transport.gather(padded, 1).tolist()  # (world_size, longest) bytes
+    return [bytes(row[:count]).decode() for row, count in zip(rows, counts, strict=True)]

@@ -285,6 +285,7 @@ def _mask_of(queries: Tensor, keys: Tensor) -> Mask:
 
 def _runs(seen: Tensor) -> list[tuple[int, int]]:
     """Return the runs of rows that are seen, as starts and stops."""
-    edges = torch.nn.functional.pad(seen.int(), (1, 1)).diff()
-    starts, stops = ((edges == step).nonzero().flatten().tolist() for step in (1, -1))
+    edges = torch.nn.functional.pad(seen.int(), (1, 1)).diff()  # 1 at starts, -1 at stops
+    starts = (edges == 1).nonzero().flatten().tolist()
+    stops = (edges == -1).nonzero().flatten().tolist()
     return list(zip(starts, stops, strict=True))

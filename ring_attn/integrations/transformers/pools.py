@@ -136,11 +136,13 @@ def _with_last_row(model: Model, where: Where) -> Callable[..., Tensor | None]:
             return None
         layout, group, given = place
         positions = layout.position_ids(dist.get_rank(group), logits.device)
-        pad, ids = model.config.get_text_config().pad_token_id, given.get("input_ids")
+        pad = model.config.get_text_config().pad_token_id
+        ids = given.get("input_ids")
         last = torch.full((logits.size(0),), layout.seqlen - 1, device=logits.device)
         if pad is not None and ids is not None:
             # The last token that is not padding; transformers takes row 0 if there is none.
-            last = (positions * (ids != pad)).amax(1) if ids.size(1) else torch.zeros_like(last)
+            is_token = ids != pad
+            last = (positions * is_token).amax(1) if ids.size(1) else torch.zeros_like(last)
             dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
         weights = (positions == last[:, None]).float()
         return weighted_sum(logits, weights, group).unsqueeze(1).expand_as(logits)

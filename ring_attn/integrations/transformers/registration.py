@@ -606,7 +606,9 @@ def _mask_of_keys(seqlens: tuple[int, int], keys: KeyRange, rule: Rule) -> Mask:
     seqlen_q, seqlen_k = seqlens
     left, right = rule.window
     lo = None if left < 0 else -left
-    hi = 0 if rule.causal else None if right < 0 else right
+    hi = None if right < 0 else right
+    if rule.causal:
+        hi = 0
     return masks.from_slices(seqlen_q, seqlen_k, [(0, seqlen_q, *keys, lo, hi)])
 
 

@@ -254,10 +254,11 @@ def _enter(
     state.attended = False
     _keep_place(layer)
     names = _names(layer)
-    of_args = [
-        x if i == 0 and is_first else changed.get(names[i], value) if i < len(names) else value
-        for i, value in enumerate(args)
-    ]
+    of_args = list(args)
+    for i, name in enumerate(names[: len(args)]):
+        of_args[i] = changed.get(name, args[i])
+    if args and is_first:
+        of_args[0] = x
     positional = {"hidden_states", *names[: len(args)]} if args else set()
     of_kwargs = {name: x for name, x in changed.items() if name not in positional}
     return tuple(of_args), {**kwargs, **of_kwargs}

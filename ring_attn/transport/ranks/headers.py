@@ -83,7 +83,9 @@ class Headers:
             assert self.replays is not None, "an equal call was made before"
             own, result = torch.full((WORDS,), call.seed, device=device), self.replays[1]
         else:
-            words = torch.tensor([*call.words(), *(WORDS - 6) * (0,), UNKNOWN])
+            identity = call.words()
+            zeros = [0] * (WORDS - len(identity))
+            words = torch.tensor([*identity, *zeros, UNKNOWN])
             words = streams.pinned(words, device)
             own, result = words.to(device, non_blocking=True)[:WORDS], words[WORDS]
             if self.replays is None:

@@ -93,7 +93,8 @@ class Identity:
         """Return the identity without `values`, as six int64."""
         digest = struct.unpack("<qq", self.agreement.digest)
         kind = zlib.crc32(self.kind.encode())
-        return (self.sequence, self.number, kind, *digest, -1 if self.step is None else self.step)
+        step = -1 if self.step is None else self.step
+        return (self.sequence, self.number, kind, *digest, step)
 
     @cached_property
     def seed(self) -> int:
@@ -109,7 +110,8 @@ class Identity:
         """Return the call by argument, for other ranks."""
         # Not numbered: a rank that refuses a call does not know whether it is a backward.
         call = self.kind if self.kind == REFUSED else f"{self.kind} {self.number}"
-        texts = report_values(self.step, {"sinks": self.values} if self.values else {})
+        checksums = {"sinks": self.values} if self.values else {}
+        texts = report_values(self.step, checksums)
         return {"call": (f"{call}{self.note}", call), **as_facts(texts), **self.agreement.report}
 
 
