@@ -80,7 +80,15 @@ def _small_programs(
     """Return a rank's programs of a small call, forward and backward, with all its messages."""
     seqlen = 2 * world_size
     layout, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen)
-    spec = AttentionSpec(device.type, torch.float32, 1, world_size, world_size, 16, 16)
+    spec = AttentionSpec(
+        device_type=device.type,
+        dtype=torch.float32,
+        batch=1,
+        nheads=world_size,
+        nheads_kv=world_size,
+        headdim=16,
+        headdim_v=16,
+    )
     call = make_call(strategy, spec, (layout, layout), mask, rank, backend="reference")
     return program_of(call, backward=False), program_of(call, backward=True)
 

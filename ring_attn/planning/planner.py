@@ -205,21 +205,30 @@ def explain(
     cluster = _cluster_of(cluster, device_type, world_size)
     if device_type is None:
         device_type = "cuda" if cluster.device.memory_bytes else "cpu"
-    spec = AttentionSpec(device_type, dtype, batch, nheads, nheads_kv, headdim, headdim_v, softcap)
+    spec = AttentionSpec(
+        device_type=device_type,
+        dtype=dtype,
+        batch=batch,
+        nheads=nheads,
+        nheads_kv=nheads_kv,
+        headdim=headdim,
+        headdim_v=headdim_v,
+        softcap=softcap,
+    )
     purpose = Purpose.of(mask, backward=backward, same_bits=same_bits)
     backend = _backend_for(spec, backend, purpose, cluster.device.architecture)
     problem = Problem(
-        spec,
-        mask,
-        world_size,
-        with_backend(cluster, backend, spec),
-        backend,
-        same_bits,
-        backward,
-        memory_of(cluster) if memory_bytes is None else float(memory_bytes),
-        exact,
-        recurrent,
-        tuple(sorted({0, seqlen, *(cu_q or ())})),
+        spec=spec,
+        mask=mask,
+        world_size=world_size,
+        cluster=with_backend(cluster, backend, spec),
+        backend=backend,
+        same_bits=same_bits,
+        backward=backward,
+        memory_bytes=memory_of(cluster) if memory_bytes is None else float(memory_bytes),
+        exact=exact,
+        recurrent=recurrent,
+        documents=tuple(sorted({0, seqlen, *(cu_q or ())})),
         replicated=counts_of_owners,
     )
     choice = choose(problem, layouts_of(problem, layout), strategies, effort=effort)

@@ -536,7 +536,16 @@ def register(
     _check_free_name(package, name)
     check_flag("probe", probe)
     check_flag("gather", gather)
-    ring = Registration(name, group, layout, execution, ignored, probe, gather, trusted_classes)
+    ring = Registration(
+        name=name,
+        group=group,
+        layout=layout,
+        execution=execution,
+        ignore=ignored,
+        probe=probe,
+        gather=gather,
+        trusted=trusted_classes,
+    )
     watch_models(package)
     registered[name] = ring
     package.AttentionInterface.register(name, ring.attend)

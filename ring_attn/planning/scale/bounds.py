@@ -42,7 +42,15 @@ def least_seconds(problem: Problem, candidate: Candidate, core: Call) -> LeastSe
         rate = device.rate(backward=backward, window=problem.mask.has_windows)
         per_pair = flops(1, spec, backward=backward) * heads
         share = at_queries if backward else 1.0
-        return _busiest(layouts, problem.mask, rate, per_pair, backward, code.at_once, share)
+        return _busiest(
+            layouts,
+            problem.mask,
+            rate,
+            per_pair,
+            backward=backward,
+            at_once=code.at_once,
+            at_queries=share,
+        )
 
     forward, rank = busiest(backward=False)
     backward = busiest(backward=True)[0] if problem.backward else 0.0
@@ -55,6 +63,7 @@ def _busiest(
     mask: Mask,
     rate: Rate,
     per_pair: float,
+    *,
     backward: bool,
     at_once: bool,
     at_queries: float,
