@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_attn import SequenceLayout
+from ring_attn.core import runs
+from ring_attn.core.runs import plan_states
 from ring_attn.models.recurrent import Place
 from ring_attn.recurrence import Part, Piece, causal_conv, linear_attention, recurrence
-from ring_attn.sequence import runs
-from ring_attn.sequence.runs import plan_states
 from ring_attn.sequence.states import Maps, StartStates
 from ring_attn.testing import RandomRounding, noisy_runs
 from ring_attn.testing.rounding import NUM_RUNS

@@ -14,12 +14,12 @@ from operator import add
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.runs import plan_states
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Side
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.time import Simulation
-from ring_attn.sequence.runs import plan_states
 
 # Ways in which a rank spends its time, and what it means that one takes longer.
 WAYS = {

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.runs import runs_of
 from ring_attn.profiling import observe
-from ring_attn.sequence.runs import runs_of
 from ring_attn.torch_private import Context, Untyped
 from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement, Transport

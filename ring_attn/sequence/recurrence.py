@@ -2,7 +2,7 @@
 
 A recurrence maps its state along a run of positions by `end = A start + B`. Each rank computes A
 and B of its runs by the kernel of the layer, from a state of zeros. These pairs are sent to the
-ranks of later runs, which compose the start states in the order of positions (see `sequence.runs`).
+ranks of later runs, which compose the start states in the order of positions (see `core.runs`).
 
     zigzag, 2 ranks     rank 0    rank 1    rank 1    rank 0
     positions           0 1       2 3       4 5       6 7
@@ -28,8 +28,8 @@ from torch.nn import functional
 
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.runs import Piece, last_run, pieces_of
 from ring_attn.sequence.halo import halo
-from ring_attn.sequence.runs import Piece, last_run, pieces_of
 from ring_attn.sequence.states import Maps, StartStates, WithEndGradients, entering, no_autocast
 from ring_attn.transport import groups
 from ring_attn.transport.groups import Group

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from ring_attn.checks import attention as checks
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.runs import StateRound, StatesPlan, pieces_of, plan_states
 from ring_attn.profiling import Direction, observe
-from ring_attn.sequence.runs import StateRound, StatesPlan, pieces_of, plan_states
 from ring_attn.torch_private import Context
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.options import TransportOptions

@@ -13,10 +13,10 @@ from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from ring_attn import SequenceLayout, stats, unshard
+from ring_attn.core.runs import plan_states
 from ring_attn.profiling import collect
 from ring_attn.recurrence import Part, causal_conv, linear_attention, recurrence
 from ring_attn.sequence import states
-from ring_attn.sequence.runs import plan_states
 from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close
 from tests.distributed.pool import on_ranks

@@ -30,7 +30,7 @@ EXPLAIN = {
     "cli/plan.py",
     "machines/cluster.py",
     "planning/choice.py",
-    "sequence/runs.py",
+    "core/runs.py",
     "strategies/ring.py",
     "torch_private.py",
     "transport/nccl_channels.py",

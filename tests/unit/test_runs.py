@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attn import SequenceLayout
+from ring_attn.core import runs
+from ring_attn.core.runs import StatesPlan, plan_states
 from ring_attn.core.segments import Segment
-from ring_attn.sequence import runs
-from ring_attn.sequence.runs import StatesPlan, plan_states
 from ring_attn.sequence.states import composed
 from ring_attn.testing import poisoned_empty
 from ring_attn.transport.local import LocalTransport, run_local

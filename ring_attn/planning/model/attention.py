@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.runs import plan_states
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.model.architecture import Attention, Recurrence
 from ring_attn.planning.model.formulas import recurrence_flops, result_bytes
 from ring_attn.planning.model.job import Job
 from ring_attn.planning.planner import explain
-from ring_attn.sequence.runs import plan_states
 
 # Layouts among which all layers share the best.
 LAYOUTS = ("zigzag", "contiguous")
