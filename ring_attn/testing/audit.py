@@ -26,7 +26,7 @@ from ring_attn.values.checks import as_ints
 NUM_NOISY = 8
 
 # Modules that every rank needs, and those that it needs for models of transformers.
-PRELOADED = ("ring_attn.testing.audit",)
+PRELOADED = ("ring_attn.testing.audit", "torch._dynamo")
 PRELOADED_TRANSFORMERS = ("transformers.modeling_utils",)
 
 # Names in a file that may define others, or which hide that.
