@@ -117,9 +117,9 @@ VARIANTS = [
         "has layers of images with a class of attention for each attn_implementation",
     ),
     # Its config has the id of padding in the part of texts.
-    (Variant("kosmos-2.5", "Kosmos2_5ForConditionalGeneration", (), MIXED), ""),
+    (Variant("kosmos-2.5", "Kosmos2_5ForConditionalGeneration", (), MIXED), "right"),
     # Its layers call their first argument hidden_state.
-    (Variant("patchtst", "PatchTSTForRegression", (), "causal"), "(batch, rows, dim)"),
+    (Variant("patchtst", "PatchTSTForRegression"), "refused: PatchTSTEncoderLayer has hidden"),
     # Each rank has the whole image, and some of its tokens.
     (Variant("llava", "LlavaForConditionalGeneration", (), MIXED, IMAGE), "refused: Image"),
     # Tokens are (batch, choices, rows).

@@ -194,14 +194,14 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
         "noise of the rank": "random numbers",
         "noise of one seed": "random numbers",
     },
-    "mixing": {
-        "own rows": "mixed rows",
-        "own rows, FSDP2": "mixed rows",
-        "statistics of own rows": "mixed rows",
-    },
     "fsdp1": {
         "averaged": "gradient scale",
         "clipped by the shard's norm": "gradient clipping",
+    },
+    "mixing": {
+        "own rows": "mixed rows",
+        "statistics of own rows": "mixed rows",
+        "own rows, FSDP2": "mixed rows",
     },
 }
 
