@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 
 import ring_attn
@@ -229,6 +229,44 @@ def auxiliary(bug: str = "", layout_name: str = "contiguous", seqlen: int = SEQL
     return model, reported(loss)
 
 
+class Convolution(nn.Module):
+    """Adds to each row those before it, which on a rank without `halo` begin with its own."""
+
+    def __init__(self, layout: SequenceLayout, bug: str) -> None:
+        super().__init__()
+        self.layout, self.bug = layout, bug
+        self.conv = nn.Conv1d(32, 32, 3, groups=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bug == "statistics of own rows":
+            return x / x.abs().amax(1, keepdim=True)
+        num = self.conv.kernel_size[0] - 1
+        if self.layout.world_size == 1 or self.bug:
+            return self.conv(F.pad(x.mT, (num, 0))).mT
+        runs = ring_attn.halo(x, self.layout, num)
+        return torch.cat([self.conv(run.mT).mT for run in runs], 1)
+
+
+def mixing(bug: str = "", layout_name: str = "contiguous") -> Any:
+    """A convolution over rows, also on weights that FSDP2 shards."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.from_name(layout_name, SEQLEN, world_size)
+    transformer = model_with(dense_attention if world_size == 1 else ring_of(layout))
+    torch.manual_seed(3)
+    model: nn.Module = Noisy(transformer, Convolution(layout, bug.removesuffix(", FSDP2")))
+    if not bug.endswith("FSDP2"):
+        return trained(model, layout)
+    for layer in transformer.layers.values():
+        fully_shard(layer)
+    fully_shard(model)
+    ids = tokens()
+    part = ring_attn.shard_batch({"input_ids": ids, "labels": ids}, layout, rank)
+    part["count"] = torch.tensor(2 * (SEQLEN - 1))
+    loss = loss_of(model, part)
+    (loss * world_size).backward()  # FSDP2 averages the gradients of the ranks
+    return model, reported(loss)
+
+
 class Scaled(nn.Module):
     """Multiplies rows by numbers that were drawn before the forward."""
 
@@ -241,7 +279,10 @@ class Scaled(nn.Module):
 
 
 def seeded(bug: str = "", layout_name: str = "contiguous") -> Any:
-    """Random numbers of Python, numpy and torch that are drawn before the forward."""
+    """Random numbers of Python, numpy and torch that are drawn before the forward.
+
+    They are drawn by the functions of these packages, and from own generators.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.from_name(layout_name, SEQLEN, world_size)
     transformer = model_with(dense_attention if world_size == 1 else ring_of(layout))
@@ -249,6 +290,13 @@ def seeded(bug: str = "", layout_name: str = "contiguous") -> Any:
     np.random.seed(rank if bug == "numpy of the rank" else 0)
     generator = np.random.default_rng(rank if bug == "generator of the rank" else 0)
     scale = random.uniform(0.5, 1.5) * np.random.uniform(0.5, 1.5) * generator.uniform(0.5, 1.5)
+    scale *= random.Random(rank if bug == "own Random of the rank" else 0).uniform(0.5, 1.5)
+    state = np.random.RandomState(seed=rank if bug == "RandomState of the rank" else 0)
+    scale *= state.uniform(0.5, 1.5)
+    bits = np.random.PCG64(rank if bug == "bits of the rank" else 0)
+    scale *= np.random.Generator(bits).uniform(0.5, 1.5)
+    own = torch.Generator().manual_seed(rank if bug == "own Generator of the rank" else 0)
+    scale *= 0.5 + int(torch.randint(100, (), generator=own)) / 100
     torch.manual_seed(rank if bug == "noise of the rank" else 1)
     if bug.startswith("noise"):
         noise = torch.rand(2, layout.shard_len(rank), 32)

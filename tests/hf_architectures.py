@@ -75,6 +75,25 @@ HYBRID = {
     "attention_head_dim": 32,
     "num_key_value_heads": 4,
 }
+# Positions in time, height and width, for heads of 16 dims, or for half of these dims.
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+MROPE_OF_TEXT = {"text_config.rope_parameters": MROPE}
+HALF_MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+HALF_MROPE_OF_TEXT = {"text_config.rope_parameters": HALF_MROPE | {"mrope_section": [1, 1, 2]}}
+SMALL_RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 16,
+    "hidden_sizes": [16, 16, 32, 32],
+    "depths": [1, 1, 1, 1],
+    "out_features": ["stage4"],
+}
+# Backbones of transformers instead of those of timm.
+WITHOUT_TIMM = {
+    "use_timm_backbone": False,
+    "use_pretrained_backbone": False,
+    "backbone": None,
+    "backbone_config": SMALL_RESNET,
+}
 # Options that must go with the sizes; a dot leads into a config in the config.
 SPECIAL: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": SMALL_MAMBA,
@@ -139,6 +158,42 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Zamba2ForCausalLM": HYBRID,
     "VideoPrismForVideoClassification": SMALL_PATCHES,
     "VideoPrismVisionModel": SMALL_PATCHES,
+    "Qwen2VLForConditionalGeneration": MROPE_OF_TEXT,
+    "Qwen2_5_VLForConditionalGeneration": MROPE_OF_TEXT,
+    "Qwen2_5OmniThinkerForConditionalGeneration": MROPE_OF_TEXT,
+    "PaddleOCRVLForConditionalGeneration": MROPE_OF_TEXT,
+    "GlmOcrForConditionalGeneration": MROPE_OF_TEXT,
+    "Glm4vForConditionalGeneration": MROPE_OF_TEXT,
+    "Glm46VForConditionalGeneration": MROPE_OF_TEXT,
+    "Glm4vMoeForConditionalGeneration": HALF_MROPE_OF_TEXT,
+    "CohereCompassForConditionalGeneration": {
+        "text_config.rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4}
+        }
+    },
+    "ConditionalDetrForObjectDetection": WITHOUT_TIMM,
+    "DabDetrForObjectDetection": WITHOUT_TIMM,
+    "DeformableDetrForObjectDetection": WITHOUT_TIMM,
+    "DetrForObjectDetection": WITHOUT_TIMM,
+    "DetrForSegmentation": WITHOUT_TIMM,
+    "TableTransformerForObjectDetection": WITHOUT_TIMM,
+    "MaskFormerForInstanceSegmentation": {"backbone_config.embed_dim": 48},
+    "MaskFormerSwinBackbone": {"embed_dim": 48, "image_size": 224},
+    "Swin2SRForImageSuperResolution": {"embed_dim": 96, "num_heads": [2, 2], "depths": [1, 1]},
+    "VideoMAEForPreTraining": {"decoder_num_attention_heads": 4, "decoder_hidden_size": 64},
+    "LiltForTokenClassification": {"hidden_size": 96, "num_attention_heads": 4},
+    "YolosForObjectDetection": {"image_size": [32, 48]},
+    "PocketTTSForConditionalGeneration": {"flow_head_config.condition_dim": 64},
+    "GradiumPhononTTSForConditionalGeneration": {"flow_head_config.condition_dim": 64},
+    "GraniteDoclingForConditionalGeneration": {"vision_config.out_hidden_size": 64},
+    "Inkling2ForConditionalGeneration": {"vision_config.text_hidden_size": 64},
+    "Molmo2ForConditionalGeneration": {"adapter_config.vision_feature_layer": [1, 0]},
+    "Nemotron3DiarizationForAudioFrameClassification": {"head_config.audio_hidden_size": 64},
+    "LayoutLMv3ForTokenClassification": {
+        "coordinate_size": 12,
+        "shape_size": 8,
+        "hidden_size": 64,
+    },
 }
 
 HEADS = {
@@ -152,6 +207,8 @@ HEADS = {
 }
 # Heads of models whose inputs are no tokens, and the sizes of these.
 SENSED = ("speech to text", "images", "videos", "audio")
+# Models of texts and images, whose parts all have small sizes.
+MIXED = "images and texts"
 SENSED_NAMES = ("pixel_values", "pixel_values_videos", "input_values", "input_features")
 # Models whose rows have several codes: the dim of the codes, and their number.
 NUM_CODES = {
@@ -168,6 +225,22 @@ SENSED_SIZES = {
     "max_length": 64,
     "max_source_positions": 33,
     "layerdrop": 0.0,
+}
+# Of models of texts and images: an image of 5 x 5 patches, and the ids of its tokens.
+MIXED_SIZES = SENSED_SIZES | {
+    "image_size": 20,
+    "image_token_id": 90,
+    "image_token_index": 90,
+    "video_token_id": 91,
+    "video_token_index": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "audio_token_id": 94,
+    "audio_token_index": 94,
+    "depth": 2,
+    "out_hidden_size": 64,
+    "projection_dim": 64,
+    "projection_hidden_size": 64,
 }
 
 
@@ -189,15 +262,22 @@ def architectures() -> list[Architecture]:
     return sorted(found.values())
 
 
-def options(config: Any, depth: int = 0) -> dict[str, Any]:
-    """Arguments that make the config, and configs in it, small and without dropout."""
+def options(config: Any, depth: int = 0, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments that make the config, and configs in it, small and without dropout.
+
+    `more` are sizes in addition to `SIZES`, such as those of images.
+    """
     default = vars(config())
+    sizes = SIZES | (more or {})
     small = {
-        name: SIZES[name]
+        name: sizes[name]
         for name, value in default.items()
-        if name in SIZES and not (value is None and name in KEPT_NONE) and not _is_list(value)
+        if name in sizes and not (value is None and name in KEPT_NONE) and not _is_list(value)
     }
     small |= {name: 0.0 for name, x in default.items() if "drop" in name and isinstance(x, float)}
+    rope = default.get("rope_parameters") or {}
+    if rope.get("mrope_section"):  # half of the head dim, for times, heights and widths
+        small["rope_parameters"] = {**rope, "mrope_section": [2, 3, 3]}
     if "qk_rope_head_dim" in default:  # latent attention: the head dim follows
         small.pop("head_dim", None)
         small["num_key_value_heads"] = 4
@@ -205,10 +285,10 @@ def options(config: Any, depth: int = 0) -> dict[str, Any]:
         parts = getattr(config, "sub_configs", None) or {}
         for name, part in parts.items():
             if part is not transformers.AutoConfig:
-                small[name] = options(part, depth + 1)
+                small[name] = options(part, depth + 1, more)
             elif isinstance(default.get(name), PretrainedConfig):
                 kind = type(default[name])
-                small[name] = {"model_type": kind.model_type, **options(kind, depth + 1)}
+                small[name] = {"model_type": kind.model_type, **options(kind, depth + 1, more)}
     return small
 
 
@@ -225,7 +305,8 @@ def config_of(architecture: Architecture, changes: Changes = ()) -> Any:
     """The config of a tiny model, with other values of some options."""
     model_class = getattr(transformers, architecture.model_class)
     config_class = model_class.config_class or CONFIG_MAPPING[architecture.model_type]
-    arguments = options(config_class)
+    is_mixed = architecture.head == MIXED
+    arguments = options(config_class, more=MIXED_SIZES if is_mixed else None)
     if architecture.head in SENSED:
         default = vars(config_class())
         arguments |= {
@@ -233,7 +314,7 @@ def config_of(architecture: Architecture, changes: Changes = ()) -> Any:
             for name, x in SENSED_SIZES.items()
             if name in default and not _is_list(default[name])
         }
-    special = SPECIAL.get(architecture.model_class, {})
+    special = SPECIAL.get(architecture.model_class) or _special_of_type(architecture.model_type)
     for path, value in (*special.items(), *changes):
         *parts, name = path.split(".")
         holder = arguments
@@ -241,6 +322,16 @@ def config_of(architecture: Architecture, changes: Changes = ()) -> Any:
             holder = holder.setdefault(part, {})
         holder[name] = copy.deepcopy(value)  # some configs change RoPE's parameters
     return config_class(**arguments)
+
+
+@functools.cache
+def _special_of_type(model_type: str) -> dict[str, Any]:
+    """Return the options of another class of the same architecture, if it has special ones."""
+    for name, changes in SPECIAL.items():
+        model_class = getattr(transformers, name)
+        if getattr(model_class.config_class, "model_type", None) == model_type:
+            return changes
+    return {}
 
 
 def make(architecture: Architecture, implementation: str, changes: Changes = ()) -> Any:

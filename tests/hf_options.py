@@ -1,23 +1,27 @@
 """Options of configs and heads of Hugging Face models, on a split sequence.
 
-    torchrun --nproc-per-node 2 -m tests.hf_options OUT.md [model_type ...] [-model_type ...]
+    torchrun --nproc-per-node 2 -m tests.hf_options OUT.txt [model_type ...] [-model_type ...]
 
-For each architecture of `tests.hf_architectures`: each boolean of its config, and each choice of
-`CHOICES`, one at a time, if it changes the outputs in one process; and each head of `HEADS`. Lines
-are written to OUT.md as soon as they are known. All that was tried, also options without an effect,
-is printed.
+For each architecture of `tests.hf_architectures`, and each head of `tests.hf_heads`: each boolean
+of its config, and each choice of `CHOICES`, one at a time, if it changes the outputs in one
+process. Lines are written to OUT.txt as soon as they are known. All that was tried, also options
+without an effect, is printed. With `--defaults`, other options are left out, and so are classes
+that have a line in OUT.txt or in tests/hf_outcomes.txt, unless they are named: a sweep that was
+stopped goes on.
 
-    python -m tests.hf_options merge docs/model_options.md OUT.md
+    python -m tests.hf_options merge OUT.txt
 
-puts the rows of OUT.md into the page.
+puts the lines of OUT.txt into tests/hf_outcomes.txt, and writes docs/model_options.md.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import re
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,48 +30,30 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.models.auto import modeling_auto
 
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.integrations.transformers import register
 from ring_attn.integrations.transformers.models import first_position
-from ring_attn.integrations.transformers.stacks import numbers_own_rows
 from ring_attn.testing import check_rounded, noisy_runs
-from tests.hf_architectures import (
-    NUM_CODES,
-    SENSED,
-    SENSED_NAMES,
-    Architecture,
-    Changes,
-    architectures,
-    config_of,
-    doubled,
-    inputs_of,
-    make,
-)
-from tests.hf_models import VOCAB, all_in_float64
-
-SEQLEN = 46
+from tests.hf_architectures import MIXED, Architecture, Changes, config_of, doubled, make
+from tests.hf_heads import NO_IMAGE, SEQLEN, gets_whole_inputs, heads, inputs_with, with_image
+from tests.hf_models import all_in_float64
 
 # Noisy runs of a model, of which there are a thousand.
 NUM_NOISY = 8
 
+PAGE = Path(__file__).parents[1] / "docs" / "model_options.md"
+OUTCOMES = Path(__file__).with_name("hf_outcomes.txt")
+# The option of lines on the default config, and the beginning of those on a model with images.
+DEFAULT, WITH = "default", "with "
+
 # Characters of the errors of models that could not be tried.
 NUM_SHOWN = 120
 
-TITLE = f"""# Options and heads of Hugging Face models
+TITLE = """# Options and heads of Hugging Face models
 
-Made by `tests/hf_options.py` with transformers {transformers.__version__}: tiny random
-models on 2 ranks, without `attention_mask`. Each row is one option of a config that changes the
-outputs in one process, or a head; other options are the defaults, except those in the same row,
-without which the option is not valid. Where the default is refused, options are listed only if they
-are not refused with the same error. Architectures of the [table of models](models.md) that are
-missing here have not been tried with other options; heads (`...Model`,
-`...ForSequenceClassification` and others) that are missing have not been tried. Not all
-architectures have been tried with the types "llama3" and "longrope" of RoPE; "dynamic" changes the
-outputs only of models whose `max_position_embeddings` is less than the number of rows. Types of
-RoPE have not been tried with hybrid models whose two layers have no attention. Classes that have a
-row "default" only may not have been tried with other options.
+Made by `tests/hf_options.py` with transformers {version}: tiny random
+models on 2 ranks, without `attention_mask`.
 
 - right: all outputs are those of one process, within the bound of the tests
 - refused: an error names the part and the reason
@@ -75,9 +61,34 @@ row "default" only may not have been tried with other options.
 - not tried: the tiny model does not run in one process, with transformers' error; "too large" is a
   model whose parts have more than 30 million parameters
 
+## Heads
+
+Each row has the heads of one architecture (`AutoModelFor...` and base models), with the options of
+the default config. "With an image" is a model of texts and images that got `pixel_values` of a
+whole image on each rank; otherwise such models got token ids if they run without images, and
+models of images or sounds got the whole inputs.
+{counts}
+
+| architecture | right | refused | not tried |
+|---|---|---|---|
+"""
+OPTIONS_TITLE = """
+## Options
+
+Each row is one option of a config that changes the outputs in one process; other options are the
+defaults, except those in the same row, without which the option is not valid. Where the default is
+refused, options are listed only if they are not refused with the same error. Architectures that are
+missing here have not been tried with other options. Not all architectures have been tried with the
+types "llama3" and "longrope" of RoPE; "dynamic" changes the outputs only of models whose
+`max_position_embeddings` is less than the number of rows. Types of RoPE have not been tried with
+hybrid models whose two layers have no attention.
+
 | model | option | on a split sequence |
 |---|---|---|
 """
+# The ends of names of classes: heads and base models.
+ENDS = r"(For[A-Z]|LMHead|Model|Backbone|EncoderModel|DecoderModel|TextModel|VisionModel)"
+NAME = re.compile(rf"(.+?)({ENDS}.*)")
 
 # Values of options that are not booleans by default, as real checkpoints have them.
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -136,13 +147,8 @@ NO_OPTIONS = {
     "is_decoder",
 }
 
-HEADS = {
-    "base": modeling_auto.MODEL_MAPPING_NAMES,
-    "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "token": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "question": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    "next sentence": modeling_auto.MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES,
-}
+# What a model gets, if not the first inputs with which it runs.
+IMAGE = "an image"
 
 
 class Variant(NamedTuple):
@@ -152,10 +158,12 @@ class Variant(NamedTuple):
     model_class: str
     changes: Changes = ()
     head: str = "causal"
+    given: str = ""
 
     def __str__(self) -> str:
         changes = ", ".join(f"{name}={_shown(value)}" for name, value in self.changes)
-        return f"{self.model_class} | {changes or 'default'}"
+        option = f"{WITH}{self.given}" if self.given else changes or DEFAULT
+        return f"{self.model_class} | {option}"
 
     @property
     def architecture(self) -> Architecture:
@@ -233,31 +241,32 @@ def _num_frequencies(config: Any, parameters: dict[str, Any]) -> int | None:
     return int(head_dim * (share or 1.0)) // 2
 
 
-def ids_of() -> Tensor:
-    """Random ids, some of which are those of special tokens, such as masks."""
-    return torch.randint(2, VOCAB, (1, SEQLEN), generator=torch.Generator().manual_seed(1))
-
-
 def whole_inputs(variant: Variant, model: Any) -> dict[str, Tensor]:
     """Inputs of the whole sequence."""
-    inputs = inputs_of(variant.architecture, model)
-    if gets_whole_inputs(model, inputs):
-        return inputs
-    if variant.model_class in NUM_CODES:
-        return {"input_ids": inputs["input_ids"][:, :SEQLEN]}
-    return {"input_ids": ids_of()}
-
-
-def gets_whole_inputs(model: Any, inputs: dict[str, Tensor]) -> bool:
-    """Whether each rank gets all inputs: the model cuts rows itself, or they are no tokens."""
-    return numbers_own_rows(model) or any(name in inputs for name in SENSED_NAMES)
+    if variant.given == IMAGE:
+        return with_image(model)
+    return inputs_with(variant.architecture, model)
 
 
 def outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """All outputs of floating point, by name."""
     with torch.no_grad():
         found = model(**inputs)
-    return {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    items = found.items() if hasattr(found, "items") else enumerate(found)
+    return {name: x for key, value in items for name, x in _tensors(str(key), value)}
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of floating point of an output, which may be nested, by name."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, list | tuple):
+        for i, x in enumerate(value):
+            yield from _tensors(f"{name}[{i}]", x)
+    elif isinstance(value, dict):
+        for key, x in value.items():
+            yield from _tensors(f"{name}.{key}", x)
 
 
 def equal_outputs(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -267,18 +276,30 @@ def equal_outputs(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def split_outputs(variant: Variant, model: Any, inputs: dict[str, Tensor]) -> Any:
     """The outputs of a split model with the weights of `model`, or what its error says."""
     rank, layout = dist.get_rank(), SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
+    group = dist.new_group()  # an error ends the group
     try:
-        with register(layout="contiguous"):
+        with register(group, layout="contiguous"):
             split = variant.make("ring_attn")
             split.load_state_dict(model.state_dict())
             if not gets_whole_inputs(model, inputs):
-                inputs = shard_batch(inputs, layout, rank)
+                inputs = shard_batch(inputs, layout, rank, dims=_dims(inputs))
                 inputs["position_ids"] = inputs["position_ids"] + first_position(split)
             return outputs(split, inputs)
     except (NotImplementedError, ValueError) as error:
         return "refused: " + str(error).partition(": ")[0]
     except Exception as error:
-        return f"FAILS: {type(error).__name__}: {str(error)[:300]}"
+        text = " ".join(str(error).replace("|", "/").split())
+        return f"FAILS: {type(error).__name__}: {text[:300]}"
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _dims(inputs: dict[str, Tensor]) -> dict[str, int | None]:
+    """The dims of the rows of inputs for which `shard_batch` has another rule."""
+    dims: dict[str, int | None] = {"visual_feats": None, "visual_pos": None}
+    if inputs["input_ids"].ndim == 3 and inputs["input_ids"].size(1) != SEQLEN:
+        dims["input_ids"] = 2  # (batch, choices, rows)
+    return {name: dim for name, dim in dims.items() if name in inputs}
 
 
 def whole_outputs(model: Any, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
@@ -347,6 +368,8 @@ def of_all_ranks(variant: Variant, default: dict[str, Tensor] | None) -> str | N
         plain = outputs(model, inputs)
     except Exception as error:
         return worst_of_ranks(f"not tried: {_reason(error)}")
+    if not plain:
+        return worst_of_ranks("not tried: the model has no outputs of floating point")
     if default is not None and equal_outputs(plain, default):
         return None
     got = split_outputs(variant, model, inputs)
@@ -359,11 +382,16 @@ def of_all_ranks(variant: Variant, default: dict[str, Tensor] | None) -> str | N
     )
 
 
-def sweep(base: Variant) -> Iterator[tuple[Variant, str | None]]:
+def sweep(base: Variant, only_defaults: bool) -> Iterator[tuple[Variant, str | None]]:
     """Yield the outcome of each variant of a class of which a tiny model can be made."""
     found = of_all_ranks(base, None)
     yield base, found
-    if str(found).startswith("not tried"):
+    if base.head == MIXED:
+        variant = base._replace(given=IMAGE)
+        found_with_image = of_all_ranks(variant, None)
+        is_known = NO_IMAGE not in str(found_with_image)
+        yield variant, found_with_image if is_known else None
+    if str(found).startswith("not tried") or only_defaults:
         return
     model = base.make("eager")
     default = outputs(model, whole_inputs(base, model))
@@ -373,53 +401,92 @@ def sweep(base: Variant) -> Iterator[tuple[Variant, str | None]]:
 
 def classes(chosen: list[str]) -> list[Variant]:
     """The classes to try, with their defaults."""
-    found = [Variant(each.model_type, each.model_class, (), each.head) for each in architectures()]
-    head_of = {each.model_type: each.head for each in found}
-    # Inputs that are no tokens, if one of the heads has them.
-    head_of |= {each.model_type: each.head for each in found if each.head in SENSED}
-    for names in HEADS.values():
-        for model_type, name in names.items():
-            if model_type in head_of and isinstance(name, str):
-                found.append(Variant(model_type, name, (), head_of[model_type]))
-    by_name: dict[str, Variant] = {}
-    for each in found:
-        by_name.setdefault(each.model_class, each)
+    found = [Variant(each.model_type, each.model_class, (), each.head) for each in heads()]
     left_out = {name.removeprefix("-") for name in chosen if name.startswith("-")}
     named = set(chosen) - {f"-{name}" for name in left_out}
     return [
         each
-        for each in by_name.values()
-        if each.model_type not in left_out and (not named or each.model_type in named)
+        for each in found
+        if left_out.isdisjoint((each.model_type, each.model_class))
+        and (not named or not named.isdisjoint((each.model_type, each.model_class)))
     ]
 
 
-def merged(page: str, found: str) -> str:
-    """The page with the rows of another one, which replace those of the same class and option."""
-    rows = {**_rows_of(page), **_rows_of(found)}
+Rows = dict[tuple[str, str], str]
+
+
+def rows_of(text: str) -> Rows:
+    """The outcomes by class and option, in the order of their lines."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return {(name, option): word for _, name, option, word, _ in cells}
+
+
+def merged(known: Rows, found: Rows) -> Rows:
+    """All rows, those of a class one after another; found ones replace those of the same option."""
+    rows = {**known, **found}
     order = {class_name: i for i, class_name in enumerate(sorted({name for name, _ in rows}))}
-    lines = [
-        f"| {name} | {option} | {word} |"
-        for (name, option), word in sorted(rows.items(), key=lambda row: order[row[0][0]])
-    ]
-    return TITLE + "\n".join(lines) + "\n"
+    return dict(sorted(rows.items(), key=lambda row: order[row[0][0]]))
 
 
-def _rows_of(page: str) -> dict[tuple[str, str], str]:
-    """The outcomes of a page by class and option, in the order of the page."""
-    cells = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
-    rows = [each for each in cells if len(each) == 5 and each[1] not in ("model", "---")]
-    return {(name, option): word for _, name, option, word, _ in rows}
+def lines_of(rows: Rows) -> str:
+    return "".join(f"| {name} | {option} | {word} |\n" for (name, option), word in rows.items())
+
+
+def page_of(rows: Rows) -> str:
+    """The page of the documentation: heads by architecture, and options."""
+    of_heads = {key: word for key, word in rows.items() if _is_of_head(key[1])}
+    options = {key: word for key, word in rows.items() if not _is_of_head(key[1])}
+    defaults = [word.split(":")[0] for (_, option), word in of_heads.items() if option == DEFAULT]
+    counts = (
+        f"Of {len(defaults)} classes, {defaults.count('right')} are right, "
+        f"{defaults.count('refused')} are refused, and {defaults.count('not tried')} were not "
+        "tried."
+    )
+    title = TITLE.format(version=transformers.__version__, counts=counts)
+    return title + "".join(_lines_of_heads(of_heads)) + OPTIONS_TITLE + lines_of(options)
+
+
+def _is_of_head(option: str) -> bool:
+    return option == DEFAULT or option.startswith(WITH)
+
+
+def _lines_of_heads(rows: Rows) -> Iterator[str]:
+    """Yield a line for each architecture: its heads by their outcome."""
+    found: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for (name, option), word in rows.items():
+        split = NAME.fullmatch(name)
+        stem, head = (split[1], split[2]) if split else (name, name)
+        outcome, _, reason = word.partition(": ")
+        reason = reason.replace(name, "it")
+        shown = f"`{head}`" if option == DEFAULT else f"`{head}` {option}"
+        found.setdefault(stem, {}).setdefault(outcome, {}).setdefault(reason, []).append(shown)
+    for stem, outcomes in sorted(found.items()):
+        cells = [
+            "; ".join(
+                ", ".join(shown) + (f": {reason}" if reason else "")
+                for reason, shown in outcomes.get(outcome, {}).items()
+            )
+            for outcome in ("right", "refused", "not tried")
+        ]
+        yield f"| {stem} | {' | '.join(cells)} |\n"
 
 
 def main(path: str, *chosen: str) -> None:
     transformers.logging.set_verbosity_error()
-    dist.init_process_group("gloo")
-    with Path(path).open("a") as file:
-        if dist.get_rank() == 0 and not file.tell():
-            file.write(TITLE)
-        for base in classes([*chosen]):
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    only_defaults = "--defaults" in chosen
+    with Path(path).open("a+") as file:
+        file.seek(0)
+        known = {name for name, _ in rows_of(file.read() + OUTCOMES.read_text())}
+        dist.barrier()  # before rank 0 writes more
+        for base in classes([name for name in chosen if name != "--defaults"]):
+            if only_defaults and base.model_class in known - {*chosen}:
+                continue
+            if dist.get_rank() == 0:
+                print("begin", base.model_class, flush=True)
             refusal = None
-            for variant, word in sweep(base):
+            for variant, word in sweep(base, only_defaults):
                 if dist.get_rank() > 0:
                     continue
                 print(variant, "|", word or "no effect", flush=True)
@@ -433,7 +500,10 @@ def main(path: str, *chosen: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "merge":
-        page = Path(sys.argv[2])
-        page.write_text(merged(page.read_text(), Path(sys.argv[3]).read_text()))
+        all_rows = rows_of(OUTCOMES.read_text())
+        for path in sys.argv[2:]:
+            all_rows = merged(all_rows, rows_of(Path(path).read_text()))
+        OUTCOMES.write_text(lines_of(all_rows))
+        PAGE.write_text(page_of(all_rows))
     else:
         main(*sys.argv[1:])

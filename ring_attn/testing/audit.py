@@ -25,8 +25,9 @@ from ring_attn.values.checks import as_ints
 # Runs of the twin with random roundings.
 NUM_NOISY = 8
 
-# Modules that every rank needs, and those that it needs for models of transformers.
-PRELOADED = ("ring_attn.testing.audit",)
+# Modules that every rank needs, and those that it needs for models of transformers. DDP and
+# optimizers import torch._dynamo, which takes each rank a second of CPU time.
+PRELOADED = ("ring_attn.testing.audit", "torch._dynamo")
 PRELOADED_TRANSFORMERS = ("transformers.modeling_utils",)
 
 # Names in a file that may define others, or which hide that.

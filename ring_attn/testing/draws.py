@@ -24,6 +24,18 @@ SEEDS = (
     ("numpy.random", "seed"),
     ("numpy.random", "default_rng"),
 )
+# Methods that set seeds, by module and class. `random.Random` calls `seed` when it is made.
+SEED_METHODS = (
+    ("torch", "Generator", ("manual_seed",)),
+    ("random", "Random", ("seed",)),
+    ("numpy.random", "RandomState", ("__init__", "seed")),
+    *(
+        ("numpy.random", name, ("__init__",))
+        for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64", "SeedSequence")
+    ),
+)
+# Names of their first argument.
+SEED_NAMES = ("seed", "a", "x", "entropy")
 
 # An argument of a function of torch.
 Value: TypeAlias = Any
@@ -51,7 +63,7 @@ class Seed(NamedTuple):
     """A seed that code sets.
 
     Attributes:
-        function: the function that sets it, such as "numpy.random.seed".
+        function: the function or class that sets it, such as "numpy.random.seed".
         place: file and line of the code.
         value: the seed.
     """

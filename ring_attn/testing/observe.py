@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
 import re
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
@@ -34,8 +36,19 @@ from torch.overrides import TorchFunctionMode
 from ring_attn.attention import drivers
 from ring_attn.call import Call
 from ring_attn.core.mask import Mask
-from ring_attn.testing.draws import NUM_COMPARED, RANDOM, SEEDS, Draw, Replacement, Seed, kept
+from ring_attn.testing.draws import (
+    NUM_COMPARED,
+    RANDOM,
+    SEED_METHODS,
+    SEED_NAMES,
+    SEEDS,
+    Draw,
+    Replacement,
+    Seed,
+    kept,
+)
 from ring_attn.testing.flat_shards import FlatShards
+from ring_attn.testing.parted import called_in_parts, kind_of, mixing_kinds
 from ring_attn.testing.rounding import RandomRounding
 from ring_attn.testing.tiny import tiny_models
 from ring_attn.values.probing import probing
@@ -62,7 +75,12 @@ OBSERVED: dict[Callable[..., object], str] = {
 POSITIONS = ("position_ids", "positions", "pos_ids", "input_pos", "position", "pos")
 
 # Code that is not the user's: calls of torch in it have their place in the code that called it.
-LIBRARIES = (str(Path(torch.__file__).parent), contextlib.__file__, __file__)
+LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    contextlib.__file__,
+    random.__file__,
+    __file__,
+)
 # Code of this package: calls of torch in it are not recorded.
 OURS = str(Path(__file__).parents[1])
 
@@ -82,6 +100,7 @@ Value: TypeAlias = Any
 #   "seen"            (rows, rows), the keys that each query sees, which replaces attention's masks
 #   "seen", i         the same for the i-th attention
 #   "within"          (rows, rows), the keys that queries see at most, in addition to the masks
+#   "parted", class   (rows,) of each rank: modules of this class see the rows of one rank only
 #   "gradients"       the gradients of an outcome, which replace those of the step
 #   "no dropout"      True: dropout changes nothing
 #   "drawn", i        the `Replacement` of the i-th random numbers
@@ -172,6 +191,7 @@ class Outcome:
         has_dropout: whether dropout drew random numbers.
         draws: random numbers that code has drawn, in or before forwards, in order.
         seeds: seeds that code has set, in order.
+        kinds: classes of modules that may mix rows, with the name of one module of each.
         first_sums: by name of a parameter, a sum of its elements before the first forward; without
             shards of FSDP.
         owners: by name of a parameter, the rank that has each of its elements, for shards.
@@ -187,6 +207,7 @@ class Outcome:
     has_dropout: bool = False
     draws: list[Draw] = field(default_factory=list)
     seeds: list[Seed] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
     first_sums: dict[str, float] = field(default_factory=dict)
     owners: dict[str, Tensor] = field(default_factory=dict)
 
@@ -291,6 +312,13 @@ class _Observer(TorchFunctionMode):
                 if module is not None:
                     observed = self._seeded(f"{module_name}.{name}", getattr(module, name))
                     patches.enter_context(mock.patch.object(module, name, observed))
+            for module_name, name, methods in SEED_METHODS:
+                module = sys.modules.get(module_name)
+                if module is not None:
+                    kind = self._seeded_class(
+                        f"{module_name}.{name}", getattr(module, name), methods
+                    )
+                    patches.enter_context(mock.patch.object(module, name, kind))
             self.runs = True
             try:
                 yield
@@ -302,15 +330,36 @@ class _Observer(TorchFunctionMode):
 
         def seeded(*args: Value, **kwargs: Value) -> Value:
             place = _place()
-            value: Value = args[0] if args else kwargs.get("seed", kwargs.get("a"))
+            given = [kwargs[key] for key in SEED_NAMES if key in kwargs]
+            value: Value = [*args, *given, None][0]
             if not self.runs or place is None or not hasattr(value, "__index__"):
                 return function(*args, **kwargs)
             new = self.change.get(("seed", len(self.seeds)), value)
             self.seeds.append(Seed(name, place, int(value)))
-            others = {name: x for name, x in kwargs.items() if name not in ("seed", "a")}
+            others = {key: x for key, x in kwargs.items() if key not in SEED_NAMES}
             return function(new, *args[1:], **others)
 
         return seeded
+
+    def _seeded_class(self, name: str, kind: type, methods: Sequence[str]) -> type:
+        """Return a subclass of a class of generators, whose methods record or replace seeds.
+
+        Generators of the class itself are its instances, too.
+        """
+
+        class Kind(type(kind)):  # type: ignore[misc]  # a class of classes
+            def __instancecheck__(cls, x: object) -> bool:
+                return isinstance(x, kind)
+
+        def seeded(method: str) -> Callable[..., Value]:
+            def call(generator: Value, *args: Value, **kwargs: Value) -> Value:
+                set_seed = partial(getattr(kind, method), generator)
+                shown = f"{name}.{method}" if method == "manual_seed" else name
+                return self._seeded(shown, set_seed)(*args, **kwargs)
+
+            return call
+
+        return Kind(kind.__name__, (kind,), {method: seeded(method) for method in methods})
 
     @contextlib.contextmanager
     def _clipped_by_fsdp(self) -> Iterator[None]:
@@ -343,11 +392,14 @@ class _Observer(TorchFunctionMode):
             for name in POSITIONS:
                 if name in kwargs:
                     kwargs[name] = self._fed("positions", kwargs[name])
+            columns = self.change.get(("parted", kind_of(module)))
             self.depth += 1
             try:
                 # torch disables a function mode in a backward.
                 with self if self.backward else nullcontext():
-                    return call(module, *given, **kwargs)
+                    if columns is None:
+                        return call(module, *given, **kwargs)
+                    return called_in_parts(partial(call, module), given, kwargs, columns)
             finally:
                 self.depth -= 1
 
@@ -665,6 +717,7 @@ class _Observer(TorchFunctionMode):
             has_dropout=self.has_dropout,
             draws=self.draws,
             seeds=self.seeds,
+            kinds=mixing_kinds([*self.outer_modules.values()]),
             first_sums={
                 name: self.first_sums[id(parameter)]
                 for name, parameter in trained.items()

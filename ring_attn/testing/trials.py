@@ -127,6 +127,7 @@ def trials_of(
     yield from _dropout(twin, ranks, unexplained)
     yield from _random_numbers(twin, ranks, held)
     yield from _set_seeds(ranks)
+    yield from _modules(twin, ranks, held)
 
 
 def _weights(ranks: Sequence[Outcome]) -> Iterator[Trial]:
@@ -405,6 +406,25 @@ def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) ->
         tested = "the twin ran again with this mask, and had the results of the ranks"
         changes = {("seen", i): mask.dense() for i, mask in enumerate(masks)}
         yield Trial(Finding("mask", text, tested), {0: changes}, on_ranks=False, in_twin=True)
+
+
+def _modules(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
+    """Yield trials in which modules of one class see the rows of one rank only."""
+    columns = [one.columns for one in held[: len(ranks)]]  # of the first forward
+    if len(columns) < len(ranks):
+        return
+    for kind, name in twin.kinds.items():
+        text = (
+            f"{name} ({kind}) mixes rows, and sees only the rows of its own rank: get the rows of "
+            "neighbouring ranks with ring_attn.halo, pool rows with ring_attn.pool, and sum "
+            "statistics of the sequence over the ranks"
+        )
+        tested = (
+            f"the twin ran again with {kind} on the rows of each rank separately, and had the "
+            "results of the ranks"
+        )
+        changes: Change = {("parted", kind): columns}
+        yield Trial(Finding("mixed rows", text, tested), {0: changes}, False, in_twin=True)
 
 
 def _dropout(

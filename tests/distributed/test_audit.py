@@ -75,6 +75,10 @@ def test_dropout_is_named(ranks: Any, evaluates: bool) -> None:
         ("seeded", "numpy of the rank", "numpy.random.seed gets different seeds|(0 on rank 0, 1"),
         ("seeded", "generator of the rank", "numpy.random.default_rng gets different seeds"),
         ("seeded", "random of the rank", "random.seed gets different seeds|of all rows"),
+        ("seeded", "own Random of the rank", "random.Random gets different seeds|of all rows"),
+        ("seeded", "RandomState of the rank", "numpy.random.RandomState gets different seeds"),
+        ("seeded", "bits of the rank", "numpy.random.PCG64 gets different seeds"),
+        ("seeded", "own Generator of the rank", "torch.Generator.manual_seed gets different seeds"),
         ("seeded", "noise of one seed", "all ranks draw the same numbers|for different rows"),
     ],
 )
@@ -193,6 +197,11 @@ PLANTED: dict[str, dict[str, str | set[str]]] = {
     "fsdp1": {
         "averaged": "gradient scale",
         "clipped by the shard's norm": "gradient clipping",
+    },
+    "mixing": {
+        "own rows": "mixed rows",
+        "statistics of own rows": "mixed rows",
+        "own rows, FSDP2": "mixed rows",
     },
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from ring_attn.testing import noisy_runs
 from tests.bounds import assert_close, named
 from tests.distributed.pool import Pools, on_ranks
 from tests.hf_models import GQA, SIZES, VOCAB, all_in_float64
-from tests.refusals import refused
+from tests.refusals import refused, says
 
 pytestmark = pytest.mark.gloo
 
@@ -251,6 +252,36 @@ def test_the_second_stage_is_what_refuses_and_accepts() -> None:
             mixing_llama({1: "mean of all"}, layout)(**part, sequence_layout=layout)
         with mock.patch.object(probe_ranks.Judge, "num_needed", lambda self, finding: 0):
             mixing_llama({1: "mean"}, layout)(**part, sequence_layout=layout)
+
+
+class FailsOnOneRank(nn.Module):
+    """A part with a collective of its own, which one rank does not reach."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("lost")
+        dist.all_reduce(x, group=self.group)
+        return x
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_says_so_while_others_wait_in_a_collective_of_the_model() -> None:
+    layout, rank = SequenceLayout.zigzag(SEQLEN, 2), dist.get_rank()
+    part = shard_batch({"input_ids": ids_of(False)[0]}, layout, rank)
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    told: list[str] = []
+    with register(), mock.patch.object(probe_ranks, "PATIENCE_S", 0.1):
+        llama = mixing_llama({}, layout)
+        llama.layers[1].mlp = FailsOnOneRank(group)
+        log = mock.patch.object(probe_ranks.logger, "warning", lambda _, text: told.append(text))
+        with log, refused(NotImplementedError, "LlamaModel could not be probed"):
+            llama(**part, sequence_layout=layout)
+    if rank == 1:
+        assert says(told[0], "ArithmeticError: lost|in a collective that the model calls itself")
 
 
 @on_ranks(2)

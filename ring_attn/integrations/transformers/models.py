@@ -203,7 +203,10 @@ def first_position(part: nn.Module) -> int:
     config: Config = getattr(part, "config", None)
     if getattr(config, "position_embedding_type", "absolute") != "absolute":
         return 0
-    return config.pad_token_id + 1 if _counts_from_padding(type(part).__module__) else 0
+    if not _counts_from_padding(type(part).__module__):
+        return 0
+    padding = getattr(config.get_text_config(), "pad_token_id", None)  # images have no padding
+    return 0 if padding is None else padding + 1
 
 
 def check_config(module: nn.Module, in_stack: bool = False) -> None:
@@ -256,6 +259,12 @@ def refuse_by_code(model: Model) -> None:
             f"{name} computes attention in its own code, not by an attention function: use a model "
             "that supports transformers' AttentionInterface"
         )
+    if _chooses_classes_by_name(model):
+        raise NotImplementedError(
+            f"{name} has layers of images with a class of attention for each attn_implementation, "
+            "and none for this one: make the model with "
+            "attn_implementation={'text_config': 'ring_attn', 'vision_config': 'sdpa'}"
+        )
     if getattr(config, "relative_attention_num_buckets", None):
         raise NotImplementedError(
             f"{name} adds a bias by relative position to the scores of attention, which is not "
@@ -279,6 +288,15 @@ def refuse_by_code(model: Model) -> None:
                 f"{name} has {option}, {why}: this needs rows of other ranks in a way that is not "
                 "built"
             )
+
+
+def _chooses_classes_by_name(model: Model) -> bool:
+    """Return whether parts of a model are of a class that the name of attention chooses (SAM)."""
+    names = vars(sys.modules[type(model).__module__])
+    has_classes = any(name.endswith("_ATTENTION_CLASSES") for name in names)
+    return has_classes and any(
+        hasattr(model.config, name) for name in ("patch_size", "vision_config")
+    )
 
 
 def _merges_attention(model: Model) -> bool:

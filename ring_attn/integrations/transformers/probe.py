@@ -124,6 +124,9 @@ def random_inputs(model: Model, given: Keywords, first: int) -> Inputs:
         )
     if given.get("token_type_ids") is not None:
         inputs["token_type_ids"] = torch.zeros_like(positions)
+    if _has_choices(given):
+        for name in {"input_ids", "inputs_embeds", "token_type_ids"} & inputs.keys():
+            inputs[name] = inputs[name][:, None]
     return _accepted(model, inputs)
 
 
@@ -150,12 +153,28 @@ def _accepted(model: Model, inputs: Inputs) -> Inputs:
 
 
 def shape_of(inputs: Inputs) -> Shape:
-    """Return (batch, rows) of the inputs."""
+    """Return (batch, rows) of the inputs, in which each choice of a question is a sample."""
+    x = inputs[_name_of_tokens(inputs)]
+    batch, rows = (x.flatten(0, 1) if _has_choices(inputs) else x).shape[:2]
+    return batch, rows
+
+
+def _name_of_tokens(inputs: Keywords) -> str:
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(inputs.get(name), Tensor):
-            batch, rows = inputs[name].shape[:2]
-            return batch, rows
+            return name
     raise ValueError("the forward got neither input_ids nor inputs_embeds")
+
+
+def _has_choices(inputs: Keywords) -> bool:
+    """Return whether tokens are (batch, choices, rows), as those of heads for multiple choice.
+
+    In other models, (batch, rows, codes), each row has several codes.
+    """
+    ids, embeds, positions = map(inputs.get, ("input_ids", "inputs_embeds", "position_ids"))
+    if isinstance(ids, Tensor) and ids.ndim == 3 and isinstance(positions, Tensor):
+        return ids.size(1) != positions.size(-1) == ids.size(2)
+    return isinstance(embeds, Tensor) and embeds.ndim == 4
 
 
 def rows_to_change(rows: int) -> tuple[int, int, int]:
@@ -165,8 +184,10 @@ def rows_to_change(rows: int) -> tuple[int, int, int]:
 
 def changed_inputs(model: Model, inputs: Inputs, moved: Moved) -> Inputs:
     """Return the inputs with other tokens in some rows."""
-    name = "input_ids" if isinstance(inputs.get("input_ids"), Tensor) else "inputs_embeds"
-    return {**inputs, name: changed_rows(model, inputs[name], moved)}
+    name = _name_of_tokens(inputs)
+    x = inputs[name]
+    by_sample = x.flatten(0, 1) if _has_choices(inputs) else x
+    return {**inputs, name: changed_rows(model, by_sample, moved).view_as(x)}
 
 
 def changed_rows(model: Model, x: Tensor, moved: Moved) -> Tensor:

@@ -16,7 +16,10 @@ user's inputs, on all ranks together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -89,6 +92,40 @@ def check_mixing(
             raise _mixes(search, finding)
 
 
+# Seconds that a rank whose forward has failed waits for the others before it logs its error.
+PATIENCE_S = 10.0
+
+logger = logging.getLogger("ring_attn")
+
+
+@contextmanager
+def _telling(model: Model, error: Exception | None) -> Iterator[None]:
+    """Log the error that ended the probe on this rank if the other ranks do not come.
+
+    They may wait for this rank in a collective that the model calls itself, which nothing but its
+    timeout ends.
+    """
+    if error is None:
+        yield
+        return
+    text = (
+        f"the probe of {type(model).__name__} has failed on this rank ({type(error).__name__}: "
+        f"{error}), and other ranks do not come: they may wait for this rank in a collective that "
+        "the model calls itself. The model must run on all ranks alike; register(trusted=["
+        f"{type(model).__name__!r}]) leaves out the probe"
+    )
+    timer = threading.Timer(PATIENCE_S, logger.warning, ["%s", text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as failure:
+        failure.add_note(text)
+        raise
+    finally:
+        timer.cancel()
+
+
 # -- the first stage
 
 
@@ -121,8 +158,10 @@ def _parts_that_mix(
             error, own = problem, Finding(FAILED)
         finally:
             probing.alone = False
-        exchanged = of_ranks(torch.tensor(own, dtype=torch.int32, device=device), group).tolist()
-        each = [Finding(*map(int, numbers)) for numbers in exchanged]
+        numbers = torch.tensor(own, dtype=torch.int32, device=device)
+        with _telling(search.model, error):
+            exchanged = of_ranks(numbers, group).tolist()
+        each = [Finding(*map(int, of_rank)) for of_rank in exchanged]
         failed = [rank for rank, finding in enumerate(each) if finding.part == FAILED]
         if failed:
             return _Problem(error, failed[0])
@@ -160,7 +199,8 @@ class Judge:
             flags = flags.new_tensor(own)
         except Exception as problem:
             error = problem
-        each = of_ranks(flags, self.group)  # (ranks, parts)
+        with _telling(self.model, error):
+            each = of_ranks(flags, self.group)  # (ranks, parts)
         failed = (each == FAILED).any(1).nonzero().flatten().tolist()
         if failed:
             return _Problem(error, failed[0])
@@ -220,7 +260,11 @@ class Judge:
         if not isinstance(x, Tensor) or x.shape[:2] != shape_of(self.inputs):
             return x
         ids = self.inputs.get("input_ids")
-        is_ids = isinstance(ids, Tensor) and x.shape == ids.shape and torch.equal(x, ids)
+        is_ids = (
+            isinstance(ids, Tensor)
+            and x.numel() == ids.numel()
+            and torch.equal(x, ids.reshape(x.shape))
+        )
         if not (is_ids or x.is_floating_point()):
             return x
         return changed_rows(self.model, x, moved)

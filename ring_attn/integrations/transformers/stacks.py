@@ -227,7 +227,9 @@ def _enter(
     if found is None or not state.depth:
         return None
     ring, group = found
-    x = args[0] if args else kwargs["hidden_states"]
+    names = _names(layer)
+    given = _by_name(layer, args, kwargs)
+    x = args[0] if args else given[names[0]]
     check = state.check
     if check is not None and not check.cuts:
         if is_first:
@@ -242,24 +244,22 @@ def _enter(
             f"{type(layer).__name__} runs without the first layer of its list: layers cannot be "
             "skipped, or run again in the backward other than by gradient_checkpointing_enable()"
         )
-    given = _by_name(layer, args, kwargs)
     changed = _own_arguments(given, rows, ring)
     if is_first:
         x = _cut(x, rows.layout, rows)
         _split[x] = rows
-        changed["hidden_states"] = x
+        changed[names[0]] = x
     encoder = given.get(ENCODER_ROWS)
     layout_k = None if encoder is None else _layout_of(ring, group, encoder.size(1))
     state.place = Place(rows.layout, layout_k, given.get(BOUNDARIES))
     state.attended = False
     _keep_place(layer)
-    names = _names(layer)
     of_args = list(args)
     for i, name in enumerate(names[: len(args)]):
         of_args[i] = changed.get(name, args[i])
     if args and is_first:
         of_args[0] = x
-    positional = {"hidden_states", *names[: len(args)]} if args else set()
+    positional = {*names[: len(args)]}
     of_kwargs = {name: x for name, x in changed.items() if name not in positional}
     return tuple(of_args), {**kwargs, **of_kwargs}
 
