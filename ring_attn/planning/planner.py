@@ -142,7 +142,8 @@ def explain(
             traffic the table shows too.
         replicated: number of positions that every rank holds, such as text; they are the first of
             `seqlen`. Layouts of the result are those of their owners (`JointLayout.owners`). The
-            table shows the cost of their exchange in a line of its own.
+            table shows the time of their exchange in a line of its own, and peaks include its
+            memory.
 
     Returns:
         A choice with `strategy` and `layout` to call with, `reason`, and `candidates` with seconds

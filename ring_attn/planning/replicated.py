@@ -158,8 +158,8 @@ def _forward(program: Program, saved: tuple[str, ...], rows: _Rows) -> Iterator[
 
 def _gather(rows: _Rows) -> Iterator[Op]:
     """Gather the owned rows of out, padded to the most that a rank owns."""
-    most, world_size = max(rows.counts), len(rows.counts)
-    message = rows.message(most)
+    world_size = len(rows.counts)
+    message = rows.message(max(rows.counts))
     send = Buffer("replicated rows", message.nbytes)
     recv = Buffer("gathered rows", world_size * message.nbytes)
     yield ops.Step("gather replicated rows")

@@ -56,6 +56,8 @@ class Plan(NamedTuple):
             the video.
         copies: names of modules after the last block whose results are another medium, of which
             every rank holds all rows.
+        times: the argument of the transformer that has a time for each sample or, as (batch, rows),
+            for each position. What follows from it has the same rows, so it is split.
     """
 
     blocks: tuple[str, ...]
@@ -70,6 +72,7 @@ class Plan(NamedTuple):
     result: int = 0
     to_video: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
+    times: str | None = None
 
 
 _BLOCKS = ("transformer_blocks",)
@@ -91,6 +94,7 @@ _WAN = Plan(
     cross=("attn2",),
     # `temb` has a row for each position if each has its own time.
     rows=(Rows("rotary_emb", 1), Rows("temb", 1, ndim=4, after=True)),
+    times="timestep",
 )
 _TRANSFORMER_2D = Plan(
     _BLOCKS,
@@ -114,7 +118,8 @@ PLANS: dict[str, Plan] = {
     ),
     "AnyFlowTransformer3DModel": _WAN._replace(
         rows=(Rows("rotary_emb", 2), Rows("temb", 1, ndim=4)),
-        output=None,  # its time always has a row for each position
+        output=None,  # it makes a time for each position from those of frames
+        times=None,
     ),
     "AuraFlowTransformer2DModel": Plan(
         ("joint_transformer_blocks", "single_transformer_blocks"), "first"
@@ -173,6 +178,7 @@ PLANS: dict[str, Plan] = {
         # These options take the first rows for the history.
         required=(("guidance_cross_attn", False), ("is_amplify_history", False)),
         output=None,  # its norm takes the last rows
+        times=None,
     ),
     "HiDreamImageTransformer2DModel": Plan(
         ("double_stream_blocks", "single_stream_blocks"),
@@ -237,12 +243,14 @@ PLANS: dict[str, Plan] = {
         ),
         to_video=("video_to_audio_attn",),
         copies=("audio_proj_out",),
+        times="timestep",
     ),
     "LTXVideoTransformer3DModel": Plan(
         _BLOCKS,
         "cross",
         cross=("attn2",),
         rows=(Rows("image_rotary_emb", 1), Rows("temb", 1, after=True)),
+        times="timestep",
     ),
     "LongCatAudioDiTTransformer": Plan(
         ("blocks",),
@@ -286,9 +294,11 @@ PLANS: dict[str, Plan] = {
             Rows("video_rotary_emb", 2, ndim=4),
             Rows("temb", 1, after=True),
         ),
+        times="timestep",
     ),
     "SkyReelsV2Transformer3DModel": _WAN._replace(
-        rows=(Rows("rotary_emb", 1), Rows("temb", 2, ndim=4, after=True))
+        rows=(Rows("rotary_emb", 1), Rows("temb", 2, ndim=4, after=True)),
+        times=None,  # (batch, frames)
     ),
     "StableAudio3DiTModel": Plan(
         _BLOCKS, "cross", cross=("cross_attn",), rows=(Rows("rope", 0),), output=None

@@ -72,10 +72,17 @@ TIMED: dict[str, dict[str, Any]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("name", TIMED)
 def test_times_of_positions(name: str) -> None:
-    """The rows leave after the last block if the time differs by row, else after the output."""
+    """The rows leave after the last block if the time differs by frame, else after the output."""
     assert compared(name, dist.group.WORLD, TIMED[name]) == []
+    if name == "LTXVideoTransformer3DModel":
+        # Three rows on two ranks, of which one has one row: the times are not split.
+        few: dict[str, Any] = {"num_frames": 3, "height": 1, "width": 1}
+        few["hidden_states"] = inputs_of(name)["hidden_states"][:, :3]
+        few["timestep"] = TIMED[name]["timestep"][:, :3]
+        assert compared(name, dist.group.WORLD, few) == []
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_output_module_has_the_rows_of_a_rank() -> None:
     rows = []
@@ -88,7 +95,17 @@ def test_the_output_module_has_the_rows_of_a_rank() -> None:
             model(**inputs_of(name, replaced=inputs))
         rows += found
     own = 14 if dist.get_rank() == 0 else 13
-    assert rows == [own, 27, 27, own, 15, 8]
+    assert rows == [own, own, own, own, 15, 8]
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_times_of_other_positions_are_refused() -> None:
+    """26 times of 27 positions: an error on both ranks, though 13 fit on one of them."""
+    model = make("WanTransformer3DModel")
+    parallelize(model, dist.new_group())
+    with pytest.raises((ValueError, RuntimeError), match="temb of a block must have 27 rows"):
+        run(model, inputs_of("WanTransformer3DModel", replaced={"timestep": torch.ones(2, 26)}))
 
 
 @pytest.mark.slow

@@ -214,6 +214,9 @@ class Parallelized:
                 self._wrap(module, self._gathered, is_traced=False)
             for name in plan.copies:
                 self._wrap_child(transformer, name, self._counted_once)
+            if plan.times is not None:
+                times_of = partial(self._with_own_times, _arguments(transformer), plan.times)
+                self._wrap(transformer, times_of)
 
     @property
     def num_calls(self) -> int:
@@ -258,6 +261,33 @@ class Parallelized:
             self._wrap(module, around)
 
     # -- around modules
+
+    def _with_own_times(
+        self,
+        arguments: Sequence[str],
+        name: str,
+        module: nn.Module,
+        forward: Forward,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Run the transformer with this rank's times, if each position has its own."""
+        given: dict[str, Value] = dict(zip(arguments, args, strict=False)) | kwargs
+        times = given.get(name)
+        if not isinstance(times, Tensor) or times.ndim != 2:
+            return forward(*args, **kwargs)
+        return forward(**{**given, name: self._own_times(times)})
+
+    @left_out_of_graphs(_WHY_LEFT_OUT)
+    def _own_times(self, times: Tensor) -> Tensor:
+        """Return this rank's rows of (batch, rows) times.
+
+        If a rank had one row or none, the rows of all ranks are returned: one time would count for
+        all positions.
+        """
+        layout = SequenceLayout.from_name(self._layout, times.size(1), self.group.size())
+        has_rows = min(layout.shard_lens) > 1
+        return layout.shard(times, self._attention.rank, 1) if has_rows else times
 
     def _in_block(
         self,
