@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
 import signal
@@ -84,6 +85,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         cases[test] += 1
     session.items.sort(key=lambda item: turns.get(item, 0))
     session.config.stash[START] = time.monotonic()
+    # Modules and collected tests stay until the end: the collector need not search them each time.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

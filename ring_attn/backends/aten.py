@@ -39,9 +39,9 @@ from ring_attn.core.tiles import MaskKind, Tile
 
 aten = torch.ops.aten
 
-# The most bytes of scores that a thread of the CPU operator has: two blocks of 256 x 512, in the
-# backward.
-SCRATCH = 1 << 20
+# The most bytes of a block of scores of the CPU operator, which are 256 x 512 numbers in float32.
+# A thread holds one block in the forward, and two in the backward: of scores and their gradients.
+BLOCK_BYTES = 256 * 512 * 4
 
 # Rows per piece of a tile of a window on CPU, whose two edges are masked pieces of EDGE x EDGE.
 EDGE = 256
@@ -171,7 +171,8 @@ class AtenBackend(Backend):
         if spec.dtype in HALF_DTYPES:
             copied_rows += 3 * q_rows if backward else q_rows  # of q, dout and out, or of q
         copies = copied_rows * max(spec.headdim, spec.headdim_v)
-        return copies * spec.accum_dtype.itemsize + SCRATCH * torch.get_num_threads()
+        blocks = (2 if backward else 1) * torch.get_num_threads()
+        return copies * spec.accum_dtype.itemsize + blocks * BLOCK_BYTES
 
 
 class CudnnBackend(AtenBackend):

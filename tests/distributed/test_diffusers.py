@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -135,6 +134,8 @@ def test_lora_and_checkpointing() -> None:
     def adapted() -> nn.Module:
         model = make("WanTransformer3DModel")
         torch.manual_seed(3)
+        import peft  # it takes seconds, which each process of tests would spend
+
         config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
         model.add_adapter(config)
         model.enable_gradient_checkpointing()
