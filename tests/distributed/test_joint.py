@@ -331,14 +331,13 @@ class Sizes(NamedTuple):
     text: int
     video: int
     where: str
-    dtype: torch.dtype = torch.float32
 
 
 # The exchange holds most where the text is long; a rank may own none of a short one, or no video.
 SIZES = [
     Sizes(1, 96, 36, "first"),
     Sizes(2, 96, 36, "last"),
-    Sizes(2, 24, 90, "first", torch.bfloat16),
+    Sizes(2, 24, 90, "first"),
     Sizes(1, 2, 31, "last"),
     Sizes(2, 5, 1, "last"),
     Sizes(1, 0, 24, "first"),
@@ -349,7 +348,7 @@ NHEADS, NHEADS_KV, HEADDIM = 64, 32, 8
 
 def joint_call(strategy: str, layout: JointLayout, sizes: Sizes) -> Call:
     """Return the call of the owners on this rank, without kernels."""
-    spec = AttentionSpec("cpu", sizes.dtype, sizes.batch, NHEADS, NHEADS_KV, HEADDIM, HEADDIM)
+    spec = AttentionSpec("cpu", torch.float32, sizes.batch, NHEADS, NHEADS_KV, HEADDIM, HEADDIM)
     owners = layout.owners
     return make_call(
         resolve_strategy(strategy, layout.world_size),
@@ -367,7 +366,7 @@ def measured_peak(
     """Return the peak of the bytes that this rank allocates."""
     rows = layout.shard_len(dist.get_rank())
     q, k, v, dout = (
-        torch.zeros(sizes.batch, rows, nheads, HEADDIM, dtype=sizes.dtype)
+        torch.zeros(sizes.batch, rows, nheads, HEADDIM)
         for nheads in (NHEADS, NHEADS_KV, NHEADS_KV, NHEADS)
     )
     for x in (q, k, v):
