@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,10 @@ def make(name: str, **config: Any) -> nn.Module:
     return model.eval()
 
 
-def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return the same random inputs each time."""
+def inputs_of(
+    name: str, dtype: torch.dtype = torch.float32, replaced: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the same random inputs each time; `replaced` are other values of some of them."""
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape: int) -> Tensor:
@@ -56,7 +58,8 @@ def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
             return x.to(dtype)
         return type(x)(map(as_dtype, x)) if isinstance(x, (tuple, list)) else x
 
-    return {key: as_dtype(x) for key, x in TINY[name].inputs(randn).items()}
+    inputs = TINY[name].inputs(randn) | dict(replaced or {})
+    return {key: as_dtype(x) for key, x in inputs.items()}
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -84,11 +87,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(x)
 
 
-def compared(name: str, group: dist.ProcessGroup, **options: Any) -> list[str]:
-    """Return what differs on this rank from one process by more than rounding."""
-    model, inputs = make(name), inputs_of(name)
+def compared(
+    name: str,
+    group: dist.ProcessGroup,
+    replaced: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Return what differs on this rank from one process by more than rounding.
+
+    `replaced` are other values of some inputs, and `options` are those of `parallelize`.
+    """
+    model, inputs = make(name), inputs_of(name, replaced=replaced)
     with all_in_float64():
-        oracle = run(copy.deepcopy(model).double(), inputs_of(name, torch.float64))
+        oracle = run(copy.deepcopy(model).double(), inputs_of(name, torch.float64, replaced))
     noisy = noisy_runs(lambda: run(model, inputs))
     handle = parallelize(model, group, **options)
     got = run(model, inputs)

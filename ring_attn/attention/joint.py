@@ -101,12 +101,12 @@ def own_rows(name: str, x: Tensor, layout: AnyLayout, rank: int, dim: int) -> Te
         checks.check_layout(name, layout, x.size(dim), None, rank, layout.world_size)
         return x
     layout.check_shard(x, rank, dim, name)
-    return layout.owned(x, rank, dim)
+    return layout.owned(x, rank, dim) if layout.has_copies else x
 
 
 def on_every_rank(owned: Tensor, layout: AnyLayout, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Return this rank's rows of `layout` from its own rows: gather the replicated ones."""
-    if isinstance(layout, SequenceLayout) or layout.num_replicated == 0:
+    if isinstance(layout, SequenceLayout) or not layout.has_copies:
         return owned
     rank = dist.get_rank(group)
     counts = [layout.num_owned(owner) for owner in range(layout.world_size)]

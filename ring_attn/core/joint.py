@@ -128,6 +128,11 @@ class JointLayout:
         return sum(part for part in self.parts if isinstance(part, int))
 
     @property
+    def has_copies(self) -> bool:
+        """Whether several ranks hold the same rows."""
+        return self.world_size > 1 and self.num_replicated > 0
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every rank holds all positions."""
         return self.num_replicated == self.seqlen

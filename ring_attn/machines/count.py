@@ -102,15 +102,16 @@ def _walk_memory(programs: Sequence[Program], call: Call, moments: list[Moment] 
     memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0, moments)
     memory.all()
     if len(programs) == 1:
-        return memory.most
+        return memory.peak
     forward, (_, program) = programs[0], programs
     # Results and saved tensors stay held; dout is an input.
     arrays = {name: memory.arrays[name] for name in (*forward.saved, "out", "lse")}
     held = sum(x.nbytes for name, x in arrays.items() if name in memory.own)
     arrays["dout"] = program.arrays["dout"]
     back = Memory(program, call.spec, backend, arrays, held, moments)
+    back.own = {name for name in arrays if name in memory.own}
     back.all()
-    return max(memory.most, back.most)
+    return max(memory.peak, back.peak)
 
 
 class Moment(NamedTuple):
@@ -151,7 +152,7 @@ def memory_over(programs: Sequence[Program], call: Call) -> list[Moment]:
 class Memory:
     """The bytes that a rank holds while `machines.run` runs its program.
 
-    `own` are the names of the tensors that the program has made, `most` is the peak of `held`.
+    `own` are the names of the tensors that the program has made, `peak` is the greatest `held`.
     `outer` is what the program around an inner one holds.
     """
 
@@ -165,7 +166,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         self.own: set[str] = set()
-        self.most = self.held
+        self.peak = self.held
         self.index = self._rows = self._folds = 0
         self._heads = self.spec
         # Rooms of the buffers with memory; cleared buffers have none yet.
@@ -194,10 +195,10 @@ class Memory:
         """Count an op, and append what is held after it."""
         if isinstance(op, ops.Step):
             self._step = op.label
-        before, self.most = self.most, self.held
+        before, self.peak = self.peak, self.held
         self.do(op)
-        moments.append(self._moment(peak=self.most))
-        self.most = max(before, self.most)
+        moments.append(self._moment(peak=self.peak))
+        self.peak = max(before, self.peak)
 
     def _moment(self, peak: int) -> Moment:
         messages = sum(self._buffer_bytes.values()) + sum(self._parts.values())
@@ -216,7 +217,7 @@ class Memory:
         )
 
     def _use(self, nbytes: int) -> None:
-        self.most = max(self.most, self.held + nbytes)
+        self.peak = max(self.peak, self.held + nbytes)
 
     def _hold(self, nbytes: int) -> None:
         self._use(nbytes)
@@ -409,7 +410,7 @@ class Memory:
         around = self._moment(self.held) if self.moments is not None else None
         memory = Memory(op.program, op.spec, self.backend, arrays, self.held, self.moments, around)
         memory.all()
-        self.most = max(self.most, memory.most)
+        self.peak = max(self.peak, memory.peak)
         for inner, outer in op.results:
             array = memory.arrays[inner]
             if inner in memory.own:

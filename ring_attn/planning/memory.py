@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ring_attn.call import Call
 from ring_attn.machines.cluster import Cluster
 from ring_attn.machines.count import Moment, communicator_bytes, memory_over, peak_bytes
-from ring_attn.strategies.registry import both_programs, code_of
+from ring_attn.planning.replicated import joint_programs
+from ring_attn.strategies.registry import code_of
 from ring_attn.transport.options import MAX_CTAS
 
 # Of more ranks, or slices of the mask, only those ranks are counted that may hold most.
@@ -22,8 +24,21 @@ class Peak(NamedTuple):
     communicators: int
 
 
-def peak_of(call: Call, *, backward: bool = True, cluster: Cluster | None = None) -> Peak:
-    """Return the peak of a call; without a cluster, all ranks are on one node that NVLink joins."""
+def peak_of(
+    call: Call,
+    *,
+    backward: bool = True,
+    cluster: Cluster | None = None,
+    replicated: Sequence[int] = (),
+) -> Peak:
+    """Return the peak of a call.
+
+    Args:
+        call: the call; with replicated rows, that of their owners.
+        backward: whether a backward follows.
+        cluster: the ranks; None means that all are on one node that NVLink joins.
+        replicated: how many of the rows that every rank holds each rank owns.
+    """
     node_size, max_ctas, over_pcie = call.world_size, MAX_CTAS, False
     if cluster is not None:
         node_size, max_ctas, over_pcie = cluster.node_size, cluster.max_ctas, cluster.over_pcie
@@ -31,7 +46,7 @@ def peak_of(call: Call, *, backward: bool = True, cluster: Cluster | None = None
     peaks = []
     for rank in range(call.world_size) if few else code_of(call.strategy).fullest_ranks(call):
         of_rank = replace(call, rank=rank)
-        both = both_programs(of_rank, backward=backward)
+        both = joint_programs(of_rank, replicated, backward=backward)
         on_nccl = both if call.spec.device_type == "cuda" else []
         nccl = communicator_bytes(
             on_nccl, rank, call.world_size, node_size, max_ctas, over_pcie=over_pcie
@@ -40,6 +55,6 @@ def peak_of(call: Call, *, backward: bool = True, cluster: Cluster | None = None
     return Peak(*map(max, zip(*peaks, strict=True)))
 
 
-def moments_of_rank(call: Call, *, backward: bool) -> list[Moment]:
+def moments_of_rank(call: Call, *, backward: bool, replicated: Sequence[int] = ()) -> list[Moment]:
     """Return what the call's rank holds after each op; with `backward`, of both directions."""
-    return memory_over(both_programs(call, backward=backward), call)
+    return memory_over(joint_programs(call, replicated, backward=backward), call)

@@ -142,7 +142,8 @@ def explain(
             traffic the table shows too.
         replicated: number of positions that every rank holds, such as text; they are the first of
             `seqlen`. Layouts of the result are those of their owners (`JointLayout.owners`). The
-            table shows the cost of their exchange in a line of its own.
+            table shows the time of their exchange in a line of its own, and peaks include its
+            memory.
 
     Returns:
         A choice with `strategy` and `layout` to call with, `reason`, and `candidates` with seconds
@@ -343,11 +344,12 @@ def _input_bytes(problem: Problem, layouts: Layouts) -> int:
     spec = problem.spec
     dim_q = spec.headdim + (spec.headdim_v if problem.backward else 0)
     dim_kv = spec.headdim + spec.headdim_v
-    most = max(
-        rows * spec.nheads * dim_q + rows_kv * spec.nheads_kv * dim_kv
-        for rows, rows_kv in zip(*(layout.shard_lens for layout in layouts), strict=True)
-    )
-    return most * spec.batch * spec.dtype.itemsize
+    owned = problem.replicated or (0,) * problem.world_size
+    elements = []
+    for own, *rows_of_sides in zip(owned, *(x.shard_lens for x in layouts), strict=True):
+        rows, rows_kv = (rows_of_side + sum(owned) - own for rows_of_side in rows_of_sides)
+        elements.append(rows * spec.nheads * dim_q + rows_kv * spec.nheads_kv * dim_kv)
+    return max(elements) * spec.batch * spec.dtype.itemsize
 
 
 # -- simulation
@@ -444,7 +446,10 @@ def _replicated(
     seqlen_k: int,
     world_size: int,
 ) -> tuple[tuple[int, ...], str | SequenceLayout | Layouts]:
-    """Return how many replicated rows each rank owns, and the layout of their owners."""
+    """Return how many replicated rows each rank owns, and the layout of their owners.
+
+    The numbers are empty if no two ranks hold the same rows.
+    """
     values.check_int("replicated", replicated, least=0)
     if replicated and not isinstance(layout, str):
         raise ValueError(
@@ -462,7 +467,8 @@ def _replicated(
         joint = JointLayout([replicated], world_size)
     else:
         return (), layout
-    return tuple(map(joint.num_owned, range(joint.world_size))), layout
+    counts = map(joint.num_owned, range(joint.world_size))
+    return tuple(counts) if joint.has_copies else (), layout
 
 
 def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str) -> str:

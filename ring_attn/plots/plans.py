@@ -68,7 +68,8 @@ def moments_of(choice: Choice, rank: int = 0) -> list[Moment]:
     if not 0 <= rank < choice.problem.world_size:
         raise ValueError(f"rank must be in [0, {choice.problem.world_size}), got {rank}")
     call = replace(call_of(choice.problem, choice.best), rank=rank)
-    return moments_of_rank(call, backward=choice.problem.backward)
+    problem = choice.problem
+    return moments_of_rank(call, backward=problem.backward, replicated=problem.replicated)
 
 
 def strategies(choice: Choice, *, theme: str = "light") -> Figure:

@@ -17,6 +17,8 @@ class Rows(NamedTuple):
         of: "video", or "joint" if it may have rows for the text, too.
         element: the element of the tuple that has these rows; None means every element.
         ndim: the number of dims of tensors that have these rows; None means any.
+        after: whether the transformer combines the rows of all ranks with the result of the last
+            block. Where it has them, that result must have the rows of all ranks, too.
     """
 
     argument: str
@@ -24,14 +26,16 @@ class Rows(NamedTuple):
     of: Literal["video", "joint"] = "video"
     element: int | None = None
     ndim: int | None = None
+    after: bool = False
 
 
 class Plan(NamedTuple):
     """How to split the video of a transformer; every rank holds its text.
 
     The rows of the video enter the first block as its argument `hidden`, (batch, rows, dim), and
-    leave after the module `output`, which computes each row by itself. Without such a module they
-    leave after the last block, and every rank computes what follows.
+    leave after the module `output`; everything between the last block and this module computes each
+    row by itself. Without such a module, or with rows that are used `after`, they leave after the
+    last block, and every rank computes what follows.
 
     Attributes:
         blocks: the names of the lists of blocks, in the order in which they run.
@@ -50,6 +54,10 @@ class Plan(NamedTuple):
         result: the element of the last block's result that has the video, if that is a tuple.
         to_video: names of submodules of a block whose queries every rank holds, and whose keys are
             the video.
+        copies: names of modules after the last block whose results are another medium, of which
+            every rank holds all rows.
+        times: the argument of the transformer that has a time for each sample or, as (batch, rows),
+            for each position. What follows from it has the same rows, so it is split.
     """
 
     blocks: tuple[str, ...]
@@ -63,6 +71,8 @@ class Plan(NamedTuple):
     dim: int = 1
     result: int = 0
     to_video: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+    times: str | None = None
 
 
 _BLOCKS = ("transformer_blocks",)
@@ -83,8 +93,8 @@ _WAN = Plan(
     "cross",
     cross=("attn2",),
     # `temb` has a row for each position if each has its own time.
-    rows=(Rows("rotary_emb", 1), Rows("temb", 1, ndim=4)),
-    output=None,
+    rows=(Rows("rotary_emb", 1), Rows("temb", 1, ndim=4, after=True)),
+    times="timestep",
 )
 _TRANSFORMER_2D = Plan(
     _BLOCKS,
@@ -107,7 +117,9 @@ PLANS: dict[str, Plan] = {
         _BLOCKS, "cross", cross=("attn2",), rows=(Rows("image_rotary_emb", 1, element=1),)
     ),
     "AnyFlowTransformer3DModel": _WAN._replace(
-        rows=(Rows("rotary_emb", 2), Rows("temb", 1, ndim=4))
+        rows=(Rows("rotary_emb", 2), Rows("temb", 1, ndim=4)),
+        output=None,  # it makes a time for each position from those of frames
+        times=None,
     ),
     "AuraFlowTransformer2DModel": Plan(
         ("joint_transformer_blocks", "single_transformer_blocks"), "first"
@@ -135,10 +147,9 @@ PLANS: dict[str, Plan] = {
         rows=(
             Rows("image_rotary_emb", 0),
             Rows("extra_pos_emb", 1),
-            Rows("temb", 1, ndim=3),
-            Rows("embedded_timestep", 1, ndim=3),
+            Rows("temb", 1, ndim=3, after=True),
+            Rows("embedded_timestep", 1, ndim=3, after=True),
         ),
-        output=None,
     ),
     "DiTTransformer2DModel": Plan(_BLOCKS, "cross", output="proj_out_2"),
     "DreamLiteTransformer2DModel": _TRANSFORMER_2D._replace(
@@ -165,7 +176,9 @@ PLANS: dict[str, Plan] = {
     "GlmImageTransformer2DModel": Plan(_BLOCKS, "first", rows=_ROTARY),
     "HeliosTransformer3DModel": _WAN._replace(
         # These options take the first rows for the history.
-        required=(("guidance_cross_attn", False), ("is_amplify_history", False))
+        required=(("guidance_cross_attn", False), ("is_amplify_history", False)),
+        output=None,  # its norm takes the last rows
+        times=None,
     ),
     "HiDreamImageTransformer2DModel": Plan(
         ("double_stream_blocks", "single_stream_blocks"),
@@ -224,19 +237,20 @@ PLANS: dict[str, Plan] = {
             Rows("video_rotary_emb", 2, ndim=4),
             Rows("ca_video_rotary_emb", 1, ndim=3),
             Rows("ca_video_rotary_emb", 2, ndim=4),
-            Rows("temb", 1),
+            Rows("temb", 1, after=True),
             Rows("temb_ca_scale_shift", 1),
             Rows("temb_ca_gate", 1),
         ),
-        output=None,
         to_video=("video_to_audio_attn",),
+        copies=("audio_proj_out",),
+        times="timestep",
     ),
     "LTXVideoTransformer3DModel": Plan(
         _BLOCKS,
         "cross",
         cross=("attn2",),
-        rows=(Rows("image_rotary_emb", 1), Rows("temb", 1)),
-        output=None,
+        rows=(Rows("image_rotary_emb", 1), Rows("temb", 1, after=True)),
+        times="timestep",
     ),
     "LongCatAudioDiTTransformer": Plan(
         ("blocks",),
@@ -278,12 +292,13 @@ PLANS: dict[str, Plan] = {
         rows=(
             Rows("video_rotary_emb", 1, ndim=3),
             Rows("video_rotary_emb", 2, ndim=4),
-            Rows("temb", 1),
+            Rows("temb", 1, after=True),
         ),
-        output=None,
+        times="timestep",
     ),
     "SkyReelsV2Transformer3DModel": _WAN._replace(
-        rows=(Rows("rotary_emb", 1), Rows("temb", 2, ndim=4))
+        rows=(Rows("rotary_emb", 1), Rows("temb", 2, ndim=4, after=True)),
+        times=None,  # (batch, frames)
     ),
     "StableAudio3DiTModel": Plan(
         _BLOCKS, "cross", cross=("cross_attn",), rows=(Rows("rope", 0),), output=None
@@ -301,7 +316,6 @@ PLANS: dict[str, Plan] = {
         blocks=("vace_blocks", "blocks"),
         # Its first blocks of both kinds get the whole video.
         rows=(*_WAN.rows, Rows("hidden_states", 1), Rows("control_hidden_states", 1)),
-        output="proj_out",
     ),
     "ZImageTransformer2DModel": Plan(
         ("layers",),

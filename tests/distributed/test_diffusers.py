@@ -56,6 +56,57 @@ def test_other_layouts_strategies_and_numbers_of_ranks() -> None:
     assert compared("Krea2Transformer2DModel", dist.group.WORLD, layout="striped") == []
 
 
+TIMES = torch.tensor([300.0, 700.0])
+# Inputs with a time for each position or frame, and without: unlike those of the table's test.
+TIMED: dict[str, dict[str, Any]] = {
+    "WanTransformer3DModel": {"timestep": TIMES[:, None] + torch.arange(27.0)},
+    "LTXVideoTransformer3DModel": {"timestep": TIMES[:, None] + torch.arange(27.0)},
+    "LTX2VideoTransformer3DModel": {"timestep": TIMES},
+    "CosmosTransformer3DModel": {"timestep": TIMES.view(2, 1, 1, 1, 1)},
+    "SkyReelsV2Transformer3DModel": {"timestep": TIMES.long(), "enable_diffusion_forcing": False},
+}
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("name", TIMED)
+def test_times_of_positions(name: str) -> None:
+    """The rows leave after the last block if the time differs by frame, else after the output."""
+    assert compared(name, dist.group.WORLD, TIMED[name]) == []
+    if name == "LTXVideoTransformer3DModel":
+        # Three rows on two ranks, of which one has one row: the times are not split.
+        few: dict[str, Any] = {"num_frames": 3, "height": 1, "width": 1}
+        few["hidden_states"] = inputs_of(name)["hidden_states"][:, :3]
+        few["timestep"] = TIMED[name]["timestep"][:, :3]
+        assert compared(name, dist.group.WORLD, few) == []
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_output_module_has_the_rows_of_a_rank() -> None:
+    rows = []
+    for name, inputs in (("WanTransformer3DModel", {}), *TIMED.items()):
+        model: Any = make(name)
+        found = []
+        model.proj_out.register_forward_pre_hook(lambda _, args, f=found: f.append(args[0].size(1)))
+        parallelize(model)
+        with torch.no_grad():
+            model(**inputs_of(name, replaced=inputs))
+        rows += found
+    own = 14 if dist.get_rank() == 0 else 13
+    assert rows == [own, own, own, own, 15, 8]
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_times_of_other_positions_are_refused() -> None:
+    """26 times of 27 positions: an error on both ranks, though 13 fit on one of them."""
+    model = make("WanTransformer3DModel")
+    parallelize(model, dist.new_group())
+    with pytest.raises((ValueError, RuntimeError), match="temb of a block must have 27 rows"):
+        run(model, inputs_of("WanTransformer3DModel", replaced={"timestep": torch.ones(2, 26)}))
+
+
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_plan_with_wrong_facts_is_found() -> None:
@@ -63,6 +114,10 @@ def test_a_plan_with_wrong_facts_is_found() -> None:
     name = "HunyuanVideoTransformer3DModel"
     plan = PLANS[name]._replace(text="first")
     assert "sample" in compared(name, dist.group.WORLD, plan=plan)
+    name = "LTX2VideoTransformer3DModel"
+    plan = PLANS[name]._replace(copies=())
+    wrong = compared(name, dist.group.WORLD, TIMED[name], plan=plan)
+    assert "gradient of audio_proj_out.weight" in wrong and "sample" not in wrong
     name = "WanTransformer3DModel"
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = make(name)

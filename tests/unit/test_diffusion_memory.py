@@ -61,6 +61,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "pooled_projection_dim": 32,
         "rope_axes_dim": [8, 12, 12],
     },
+    "MochiTransformer3DModel": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 32,
+        "num_layers": 3,
+        "text_embed_dim": 64,
+        "pooled_projection_dim": 32,
+        "time_embed_dim": 32,
+    },
     "LTXVideoTransformer3DModel": {
         "num_attention_heads": 4,
         "attention_head_dim": 32,

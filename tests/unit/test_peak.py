@@ -225,9 +225,9 @@ def predicted_ops(call: Call) -> dict[str, int]:
 def op_peaks(memory: count.Memory, direction: str) -> dict[str, int]:
     peaks = {}
     for index, op in enumerate(memory.program.ops):
-        memory.index, memory.most = index, memory.held
+        memory.index, memory.peak = index, memory.held
         memory.do(op)
-        peaks[f"{direction} {index} {type(op).__name__.lower()}"] = memory.most
+        peaks[f"{direction} {index} {type(op).__name__.lower()}"] = memory.peak
     return peaks
 
 

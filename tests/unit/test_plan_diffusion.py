@@ -129,9 +129,22 @@ def test_inference_has_neither_gradients_nor_optimizer() -> None:
 
 
 def test_what_follows_the_last_block_may_have_the_rows_of_all_ranks() -> None:
-    whole = parts_of(job_of(WAN))["outside of blocks"]
-    one = parts_of(job_of(WAN, world_size=1))["outside of blocks"]
+    times_by_row = {**WAN, "_class_name": "AnyFlowTransformer3DModel"}
+    whole = parts_of(job_of(times_by_row))["outside of blocks"]
+    one = parts_of(job_of(times_by_row, world_size=1))["outside of blocks"]
     assert whole == one + 2 * 75_264 * 12 * 128 * 2, "the rows are gathered, too"
+    assert parts_of(job_of(WAN))["outside of blocks"] < whole / 4
+
+
+def test_a_call_keeps_copies_of_own_rows() -> None:
+    """Of q, k, v and out, 9,472 rows in place of 9,920; and the 9,920 rows of out."""
+    job = job_of(FLUX, recompute="none")
+    model, rows = job.model, (9_408, 512)
+    of_block = model.of_block(0).kept.at(*rows)
+    of_ends = model.outside.kept.at(75_264, 512) + model.of_block(0).inputs.at(*rows)
+    copied = parts_of(job)["activations"] - 2 * (57 * of_block + of_ends)
+    row, lse = 24 * 128 * 2, 24 * 4
+    assert copied == pytest.approx(2 * 57 * (9_472 * (4 * row + lse) - 9_920 * (3 * row + lse)))
 
 
 # -- time

@@ -99,7 +99,7 @@ def test_formulas_have_the_weights_of_the_real_module(name: str) -> None:
         found, real = estimated.of_layer(index), sized.activations.of_layer(index)
         assert found.kept == pytest.approx(real.kept, rel=0.3)
         assert found.backward == pytest.approx(real.backward, rel=0.3)
-    assert estimated.head.most == pytest.approx(sized.activations.head.most, rel=0.05)
+    assert estimated.head.peak == pytest.approx(sized.activations.head.peak, rel=0.05)
 
 
 def test_activations_of_a_layer_of_llama_are_those_counted_by_hand() -> None:

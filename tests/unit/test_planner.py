@@ -467,6 +467,59 @@ def test_replicated_rows_are_in_the_plan() -> None:
     assert len(plan(replicated=512, backward=False, **options).replicated) == 1
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_replicated_rows_take_memory(backward: bool) -> None:
+    """Each rank owns 1024 + 64 rows of q, k, v and out, and holds all 512 of the text."""
+    options: dict[str, Any] = {
+        "seqlen": 8192 + 512,
+        "causal": False,
+        "layout": "contiguous",
+        "strategies": ["ring"],
+        "backward": backward,
+    }
+    alone, joint = plan(**options).best, plan(replicated=512, **options).best
+    nbytes = 2 * 16 * 64  # of a row of each
+    copies, more = 3 * (1024 + 64), 512 - 64
+    # The own rows are copied. In the backward, out and dout are held for own and for all rows.
+    of_results = 2 * (1024 + 64) + more if backward else 0
+    assert joint.peak_bytes - alone.peak_bytes == nbytes * (copies + of_results)
+    # The inputs of a rank are larger by the rows of the text that it does not own, as is the sum.
+    inputs = (1024 + 64 + more) * nbytes * (4 if backward else 3)
+    fitting = inputs + joint.peak_bytes + joint.communicator_bytes
+    assert plan(replicated=512, memory_bytes=fitting, **options).best.name == "ring"
+    with pytest.raises(ValueError, match="no strategy can run"):
+        plan(replicated=512, memory_bytes=fitting - 1, **options)
+
+
+def test_rows_of_which_no_rank_has_a_copy_take_nothing() -> None:
+    options: dict[str, Any] = {"seqlen": 8192, "causal": False}
+    joint = JointLayout([SequenceLayout.contiguous(8192, 8)])
+    expected = plan(**options, layout=joint.owners)
+    assert plan(**options, layout=joint).best == expected.best
+    one = plan(**options, world_size=1, layout="contiguous")
+    assert plan(**options, world_size=1, layout="contiguous", replicated=512).best == one.best
+
+
+def test_the_exchange_holds_most_where_many_ranks_have_few_rows() -> None:
+    """128 ranks have 100 rows of the video each, and 1024 of the text: gathered, in order, in out.
+
+    A quick plan, which takes other figures from fewer ranks, counts them on these ranks.
+    """
+    options: dict[str, Any] = {
+        "seqlen": 12_800 + 1024,
+        "world_size": 128,
+        "causal": False,
+        "layout": "contiguous",
+        "strategies": ["ring"],
+        "backward": False,
+        "effort": "best",
+        "replicated": 1024,
+    }
+    own, out = 100 + 8, 2 * 16 * 64
+    best = plan(**options).best
+    assert best.peak_bytes == out * (3 * own + own + 2 * 1024 + (own - 8 + 1024))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

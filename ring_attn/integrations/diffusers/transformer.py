@@ -4,8 +4,9 @@
     of all rows  ->  own rows of the video, all text  ->  own rows  ->   of all rows
 
 Everything before the first block and after the output module runs on whole tensors on every rank.
-If the plan has no output module, so does everything after the last block. Every rank would then
-count the gradients of its parameters, so that the gradient of the sample counts on rank 0 only.
+If the plan has no output module, or the time has a row for each position, so does everything after
+the last block. Every rank would then count the gradients of its parameters, so that the gradient of
+the sample counts on rank 0 only.
 """
 
 from __future__ import annotations
@@ -191,6 +192,8 @@ class Parallelized:
                 "pass another plan"
             )
         self._first, self._last = blocks[0], blocks[-1]
+        # Whether the result of the last block needs the rows of all ranks, by its arguments.
+        self._ends_whole = output is None
         known = {argument for block in blocks for argument in _arguments(block)}
         unknown = [rows.argument for rows in plan.rows if rows.argument not in known]
         if unknown:
@@ -209,6 +212,11 @@ class Parallelized:
         else:
             for module in output.values() if isinstance(output, nn.ModuleDict) else (output,):
                 self._wrap(module, self._gathered, is_traced=False)
+            for name in plan.copies:
+                self._wrap_child(transformer, name, self._counted_once)
+            if plan.times is not None:
+                times_of = partial(self._with_own_times, _arguments(transformer), plan.times)
+                self._wrap(transformer, times_of)
 
     @property
     def num_calls(self) -> int:
@@ -254,6 +262,33 @@ class Parallelized:
 
     # -- around modules
 
+    def _with_own_times(
+        self,
+        arguments: Sequence[str],
+        name: str,
+        module: nn.Module,
+        forward: Forward,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Run the transformer with this rank's times, if each position has its own."""
+        given: dict[str, Value] = dict(zip(arguments, args, strict=False)) | kwargs
+        times = given.get(name)
+        if not isinstance(times, Tensor) or times.ndim != 2:
+            return forward(*args, **kwargs)
+        return forward(**{**given, name: self._own_times(times)})
+
+    @left_out_of_graphs(_WHY_LEFT_OUT)
+    def _own_times(self, times: Tensor) -> Tensor:
+        """Return this rank's rows of (batch, rows) times.
+
+        If a rank had one row or none, the rows of all ranks are returned: one time would count for
+        all positions.
+        """
+        layout = SequenceLayout.from_name(self._layout, times.size(1), self.group.size())
+        has_rows = min(layout.shard_lens) > 1
+        return layout.shard(times, self._attention.rank, 1) if has_rows else times
+
     def _in_block(
         self,
         arguments: Sequence[str],
@@ -274,6 +309,7 @@ class Parallelized:
     def _split_arguments(self, block: nn.Module, given: dict[str, Value]) -> None:
         """Replace the arguments of a block that have the rows of all ranks by this rank's rows."""
         attention = self._attention
+        self._ends_whole = self.plan.output is None
         if block is self._first:
             hidden_states = given[self.plan.hidden]
             seqlen, world_size = hidden_states.size(self.plan.dim), self.group.size()
@@ -299,7 +335,7 @@ class Parallelized:
                 "attention would see this rank's rows only: use the attention backend 'native' of "
                 "diffusers and processors that call it"
             )
-        if block is self._last and self.plan.output is None:
+        if block is self._last and self._ends_whole:
             return self._with_all_rows(result)
         return result
 
@@ -315,7 +351,7 @@ class Parallelized:
     def _counted_once(
         self, module: nn.Module, forward: Forward, *args: object, **kwargs: object
     ) -> object:
-        """Run the transformer; the gradients of its results count on rank 0 only."""
+        """Run a module equally on all ranks; the gradients of its results count on rank 0 only."""
         return _counted_on_one_rank(forward(*args, **kwargs), is_counted=self._attention.rank == 0)
 
     def _in_cross_attention(
@@ -334,8 +370,10 @@ class Parallelized:
 
     def _gathered(
         self, module: nn.Module, forward: Forward, *args: object, **kwargs: object
-    ) -> Tensor:
+    ) -> object:
         """Run the output module on this rank's rows, and return the rows of all ranks."""
+        if self._ends_whole:
+            return self._counted_once(module, forward, *args, **kwargs)
         rows = cast(Tensor, forward(*args, **kwargs))
         return gather_own_rows(rows, self._attention.video, self.group, self.plan.dim)
 
@@ -366,6 +404,7 @@ class Parallelized:
                 f"{f', or up to {most_text} more for the text' if most_text else ''}, got shape "
                 f"{tuple(value.shape)}: this transformer does not fit its plan"
             )
+        self._ends_whole |= rows.after
         layout: SequenceLayout | JointLayout = video
         if num_text:
             layout = joint_layout(num_text, video, first=self.plan.text == "first")

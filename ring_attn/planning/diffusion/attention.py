@@ -76,8 +76,7 @@ class BlockAttentionPlan:
     def buffer_bytes(self, job: DiffusionJob) -> int:
         """Return the most bytes that a call holds beyond tensors that are counted elsewhere.
 
-        Its results, and the gradients of its inputs, are activations of the block. The rows of the
-        text that all ranks have computed are gathered.
+        Its results, and the gradients of its inputs, are activations of the block.
         """
         return max((_buffers(kind, job) for kind in self.kinds), default=0)
 
@@ -95,24 +94,31 @@ def _dims(call: Call) -> int:
     return call.headdim + call.headdim_v
 
 
-def _owned_rows(kind: SplitAttention, job: DiffusionJob) -> int:
-    """Return the most rows that a rank owns in a call: of the video, and its part of the text."""
-    text = job.text if kind.call.has_text else 0
-    return job.own_video + -(-text // job.degrees.cp)
-
-
 def _buffers(kind: SplitAttention, job: DiffusionJob) -> int:
     call, size = kind.call, job.dtype.itemsize
-    results = result_bytes(call, size)
-    inputs = call.nheads * (2 * call.headdim + call.headdim_v) * size if job.is_training else 0
-    counted = job.batch * _owned_rows(kind, job) * (results + inputs)
-    gathered = job.batch * job.text * call.nheads * call.headdim_v * size if call.has_text else 0
-    return max(kind.choice.best.peak_bytes - counted, 0) + gathered
+    counted = result_bytes(call, size)
+    if job.is_training:
+        counted += input_bytes(call, size)  # their gradients
+        if kind.choice.problem.replicated:
+            # The block counts q, k and v of its rows; instead, the call keeps copies of own rows.
+            counted += input_bytes(call, size)
+    rows = job.own_video + (job.text if call.has_text else 0)
+    return max(kind.choice.best.peak_bytes - job.batch * rows * counted, 0)
+
+
+def input_bytes(call: Call, itemsize: int = 2) -> int:
+    """Return the bytes of q, k and v for each row."""
+    return call.nheads * (2 * call.headdim + call.headdim_v) * itemsize
 
 
 def result_bytes(call: Call, itemsize: int = 2) -> int:
     """Return the bytes of out and lse for each row."""
-    return call.nheads * (call.headdim_v * itemsize + 4)
+    return call.nheads * call.headdim_v * itemsize + lse_bytes(call)
+
+
+def lse_bytes(call: Call) -> int:
+    """Return the bytes of lse for each row."""
+    return 4 * call.nheads
 
 
 def plan_attention(job: DiffusionJob) -> BlockAttentionPlan:

@@ -134,6 +134,16 @@ def _cogvideox(config: Config, make: Maker) -> Arguments:
     return inputs
 
 
+def _mochi(config: Config, make: Maker) -> Arguments:
+    patch = 1, config.patch_size, config.patch_size
+    return {
+        "hidden_states": make.latents(config.in_channels, patch),
+        "encoder_hidden_states": make.text(config.text_embed_dim),
+        "encoder_attention_mask": make.text_mask(),
+        "timestep": make.numbers(1),
+    }
+
+
 def _qwen_image(config: Config, make: Maker) -> Arguments:
     return {
         "hidden_states": make.rows(config.in_channels),
@@ -163,6 +173,7 @@ INPUTS: dict[str, Callable[[Config, Maker], Arguments]] = {
     "FluxTransformer2DModel": _flux,
     "HunyuanVideoTransformer3DModel": _hunyuan_video,
     "LTXVideoTransformer3DModel": _ltx,
+    "MochiTransformer3DModel": _mochi,
     "QwenImageTransformer2DModel": _qwen_image,
     "SD3Transformer2DModel": _sd3,
     "SkyReelsV2Transformer3DModel": _wan,

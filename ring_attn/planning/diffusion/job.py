@@ -95,6 +95,11 @@ class DiffusionJob:
         return -(-self.video // self.degrees.cp)
 
     @property
+    def own_text(self) -> int:
+        """Rows of the text of which a rank computes the attention at most."""
+        return -(-self.text // self.degrees.cp)
+
+    @property
     def samples(self) -> int:
         """Samples of a step of all ranks."""
         return self.batch * self.degrees.dp * self.microbatches

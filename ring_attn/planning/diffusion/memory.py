@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ring_attn.core.dtypes import dtype_name
-from ring_attn.planning.diffusion.attention import result_bytes
+from ring_attn.planning.diffusion.attention import input_bytes, lse_bytes, result_bytes
 from ring_attn.planning.diffusion.job import DiffusionJob
-from ring_attn.planning.diffusion.sizes import Block
+from ring_attn.planning.diffusion.sizes import Block, Call
 from ring_attn.planning.model.memory import (
     GATHERED_LAYERS,
     Memory,
@@ -86,17 +86,31 @@ def _kept(job: DiffusionJob) -> float:
 def _kept_of_block(job: DiffusionJob, block: Block) -> float:
     """Return the bytes that a block keeps of a sample, without the first block's inputs."""
     if job.recompute == "none":
-        return block.kept.at(job.own_video, job.text)
+        copies = sum(_copied(job, call) for call in block.calls)
+        return block.kept.at(job.own_video, job.text) + copies
     inputs = block.inputs.at(job.own_video, job.text)
     return inputs + _results(job, block) if job.recompute == "attention" else inputs
+
+
+def _copied(job: DiffusionJob, call: Call) -> float:
+    """Return the bytes that a call keeps beyond what its block counts, if other ranks own rows.
+
+    The call keeps copies of the own rows, also of out; the block counts q, k, v and lse of all rows
+    of the rank.
+    """
+    if not (call.is_split and call.has_text and job.text and job.degrees.cp > 1):
+        return 0.0
+    inputs = input_bytes(call, job.dtype.itemsize)
+    own = (job.own_video + job.own_text) * (inputs + result_bytes(call, job.dtype.itemsize))
+    return own - (job.own_video + job.text) * (inputs + lse_bytes(call))
 
 
 def _results(job: DiffusionJob, block: Block) -> float:
     """Return the bytes of the results of a block's attention."""
     nbytes = 0.0
     for call in block.calls:
-        text = job.text if call.has_text and call.is_split else 0
-        rows = job.own_video + -(-text // job.degrees.cp)
+        has_own_text = call.has_text and call.is_split
+        rows = job.own_video + (job.own_text if has_own_text else 0)
         nbytes += rows * result_bytes(call, job.dtype.itemsize)
     return nbytes
 
@@ -106,15 +120,15 @@ def _one_block(job: DiffusionJob) -> float:
     rows = job.own_video, job.text
     if not job.is_training:
         return job.batch * max(block.forward.at(*rows) for block in job.model.blocks)
-    most = 0.0
+    peak = 0.0
     for block in job.model.blocks:
         saved = 0.0
         if job.recompute == "none":
-            saved = block.kept.at(*rows)
+            saved = _kept_of_block(job, block)
         elif job.recompute == "attention":
             saved = _results(job, block)
-        most = max(most, block.backward.at(*rows) - saved)
-    return job.batch * most
+        peak = max(peak, block.backward.at(*rows) - saved)
+    return job.batch * peak
 
 
 def _before(job: DiffusionJob) -> float:

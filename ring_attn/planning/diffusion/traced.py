@@ -207,6 +207,8 @@ def _two_of_each_kind(
 class _NotedAttention(TorchFunctionMode):
     """Replace scaled_dot_product_attention by a function that keeps q, k, v, out and lse.
 
+    Every element of a mask counts as True.
+
     Attributes:
         shape: the rows of the sample.
         calls: the calls since the list was last replaced.
@@ -227,6 +229,10 @@ class _NotedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
+        if func in (torch.nonzero, Tensor.nonzero):
+            # Of masks, whose values are unknown here: no text is padding.
+            mask: Tensor = args[0]
+            return mask.new_empty(mask.numel(), mask.ndim, dtype=torch.int64)
         return func(*args, **kwargs)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -253,6 +259,26 @@ class _NotedAttention(TorchFunctionMode):
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+class _AutocastOnMeta(torch.autocast):
+    """torch.autocast, which refuses the meta device: there it does nothing."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "meta":
+            super().__init__("cpu", enabled=False)
+        else:
+            super().__init__(device_type, *args, **kwargs)
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    before = torch.autocast
+    torch.autocast = _AutocastOnMeta  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.autocast = before  # type: ignore[misc]
 
 
 # -- a run
@@ -285,8 +311,9 @@ class _Run:
         self._watch = Watch(self._counted, len(blocks))
         self._attention = _NotedAttention(shape)
         self._inputs = [0] * len(blocks)  # bytes
+        self._unchanged: set[int] = set()  # ids of the inputs of the block that runs
         self._calls: list[tuple[Call, ...]] = [()] * len(blocks)
-        self._before = {"most": 0, "moved": 0, "flops": 0}
+        self._before = {"peak": 0, "moved": 0, "flops": 0}
 
     def measured(self) -> _Measured:
         """Run forward, and backward in training, and return the counts."""
@@ -297,6 +324,7 @@ class _Run:
         with ExitStack() as stack:
             self._add_hooks(stack)
             stack.enter_context(torch.set_grad_enabled(self._training))
+            stack.enter_context(_autocast_on_meta())
             stack.enter_context(self._attention)
             stack.enter_context(counted)
             sample = self._model(**inputs, return_dict=False)[0]
@@ -307,7 +335,7 @@ class _Run:
                 loss.backward()
         if not self._training:
             last = len(self._blocks)
-            watch.most_backward[last] = counted.most
+            watch.peak_backward[last] = counted.peak
             watch.moved_backward[last], watch.flops_backward[last] = watch.moved, watch.flops
         else:  # what follows the backward of the first block
             self._before["moved"] += watch.moved
@@ -338,12 +366,13 @@ class _Run:
             inputs = [x for x in (given.get(name) for name in names) if isinstance(x, Tensor)]
             if index == 0:
                 self._before = {
-                    "most": self._counted.most,
+                    "peak": self._counted.peak,
                     "moved": watch.moved,
                     "flops": watch.flops,
                 }
             watch.entered(index, inputs)
             self._inputs[index] = sum(x.nbytes for x in inputs)
+            self._unchanged = {id(x) for x in inputs}
             self._attention.calls = []
 
         def after(_: nn.Module, __: object, out: Tensor | tuple[Tensor, ...]) -> None:
@@ -351,7 +380,9 @@ class _Run:
             self._calls[index] = tuple(self._attention.calls)
             if index == watch.num_layers - 1:
                 outputs = [out] if isinstance(out, Tensor) else list(out)
-                watch.entered(index + 1, [x for x in outputs if isinstance(x, Tensor)])
+                # The gradient of an input that is returned is ready only after that of the block.
+                made = [x for x in outputs if id(x) not in self._unchanged]
+                watch.entered(index + 1, [x for x in made if isinstance(x, Tensor)])
 
         return [
             block.register_forward_pre_hook(before, with_kwargs=True),
@@ -364,8 +395,8 @@ class _Run:
         return {
             "inputs": self._inputs[index],
             "kept": watch.before[index + 1] - before,
-            "forward": watch.most_forward[index] - before,
-            "backward": watch.most_backward[index] - before,
+            "forward": watch.peak_forward[index] - before,
+            "backward": watch.peak_backward[index] - before,
             "moved_forward": watch.moved_forward[index],
             "moved_backward": watch.moved_backward[index],
             "flops_forward": watch.flops_forward[index],
@@ -376,8 +407,8 @@ class _Run:
         watch, last = self._watch, len(self._blocks)
         return {
             "kept": watch.before[0] - self._inputs[0],
-            "before": self._before["most"],
-            "after": watch.most_backward[last] - watch.before[last],
+            "before": self._before["peak"],
+            "after": watch.peak_backward[last] - watch.before[last],
             "moved_before": self._before["moved"],
             "moved_after": watch.moved_backward[last],
             "flops_before": self._before["flops"],

@@ -121,7 +121,7 @@ def activations_of(architecture: Architecture, itemsize: int = 2) -> Activations
         # gradients, the rows of the last norm.
         head=HeadBytes(
             before=2 * hidden + 4 * headdim,
-            most=12 * architecture.vocab + 4 * hidden,
+            peak=12 * architecture.vocab + 4 * hidden,
             moved=44 * architecture.vocab,
         ),
         source=SOURCE,

@@ -230,7 +230,7 @@ def _head(job: Job, stage: int) -> float:
         return 0.0
     model, rows = job.model, job.rows / job.degrees.tp
     if job.loss == "logits":
-        return model.activations.head.most * rows
+        return model.activations.head.peak * rows
     hidden = model.architecture.hidden
     at_a_time = min(hidden, model.architecture.vocab) * (2 * job.dtype.itemsize + 4)
     gradient = model.weights.projection / job.degrees.tp * job.dtype.itemsize

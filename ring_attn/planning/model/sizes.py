@@ -71,13 +71,13 @@ class HeadBytes:
 
     Attributes:
         before: held before the first layer: the embedded tokens.
-        most: the most that the last norm, the logits and the loss hold, beyond what was held
+        peak: the most that the last norm, the logits and the loss hold, beyond what was held
             before them, forward and backward.
         moved: bytes that their operators read and write, in both directions.
     """
 
     before: float
-    most: float
+    peak: float
     moved: float
 
 

@@ -267,14 +267,14 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: bytes that live now.
-        most: the greatest `live` since it was last set.
+        peak: the greatest `live` since it was last set.
         moved: bytes that operators other than products have read and written.
         flops: FLOPs of products.
     """
 
     def __init__(self, prime: int) -> None:
         super().__init__()
-        self.live = self.most = self.moved = self.flops = 0
+        self.live = self.peak = self.moved = self.flops = 0
         self._prime = prime
         self._known: set[int] = set()
 
@@ -298,7 +298,7 @@ class LiveBytes(TorchDispatchMode):
             return False
         self._known.add(key)
         self.live += nbytes
-        self.most = max(self.most, self.live)
+        self.peak = max(self.peak, self.live)
         finalize(storage, self._freed, key, nbytes)
         return True
 
@@ -325,17 +325,17 @@ class Watch:
         counted: the counts.
         num_layers: number of layers.
         before: live bytes at each border in the forward.
-        most_forward, moved_forward, flops_forward: most live bytes, moved bytes and FLOPs from each
-            border to the next one.
-        most_backward, moved_backward, flops_backward: the same in the backward; the last of each is
+        peak_forward, moved_forward, flops_forward: peaks of live bytes, moved bytes and FLOPs from
+            each border to the next one.
+        peak_backward, moved_backward, flops_backward: the same in the backward; the last of each is
             from the last border to the end of the loss, in both directions.
     """
 
     def __init__(self, counted: LiveBytes, num_layers: int) -> None:
         self.counted, self.num_layers = counted, num_layers
         self.before = [0] * (num_layers + 1)
-        self.most_forward, self.moved_forward = [0] * num_layers, [0] * num_layers
-        self.most_backward, self.moved_backward = [0] * (num_layers + 1), [0] * (num_layers + 1)
+        self.peak_forward, self.moved_forward = [0] * num_layers, [0] * num_layers
+        self.peak_backward, self.moved_backward = [0] * (num_layers + 1), [0] * (num_layers + 1)
         self.flops_forward, self.flops_backward = [0] * num_layers, [0] * (num_layers + 1)
         self._moved = self._flops = 0
 
@@ -349,7 +349,7 @@ class Watch:
 
     def left(self, index: int) -> None:
         """End a layer's forward."""
-        self.most_forward[index] = self.counted.most
+        self.peak_forward[index] = self.counted.peak
         self.moved_forward[index] = self.moved
         self.flops_forward[index] = self.flops
 
@@ -365,14 +365,14 @@ class Watch:
 
     def _left_backward(self, index: int) -> None:
         """End the backward of what follows a border."""
-        self.most_backward[index] = self.counted.most
+        self.peak_backward[index] = self.counted.peak
         self.moved_backward[index] = self.moved
         self.flops_backward[index] = self.flops
         self.next()
 
     def next(self) -> None:
         """Begin to count anew."""
-        self.counted.most = self.counted.live
+        self.counted.peak = self.counted.live
         self._moved, self._flops = self.counted.moved, self.counted.flops
 
 
@@ -430,8 +430,8 @@ def _activations(watch: Watch, kinds: list[int], rows: int) -> Activations:
     layers = tuple(
         LayerBytes(
             kept=(before[i + 1] - before[i]) / rows,
-            forward=(watch.most_forward[i] - before[i]) / rows,
-            backward=(watch.most_backward[i] - before[i]) / rows,
+            forward=(watch.peak_forward[i] - before[i]) / rows,
+            backward=(watch.peak_backward[i] - before[i]) / rows,
             moved_forward=watch.moved_forward[i] / rows,
             moved_backward=watch.moved_backward[i] / rows,
         )
@@ -439,7 +439,7 @@ def _activations(watch: Watch, kinds: list[int], rows: int) -> Activations:
     )
     head = HeadBytes(
         before=before[0] / rows,
-        most=(watch.most_backward[num_layers] - before[num_layers]) / rows,
+        peak=(watch.peak_backward[num_layers] - before[num_layers]) / rows,
         moved=watch.moved_backward[num_layers] / rows,
     )
     return Activations(tuple(kinds), layers, head, "traced: the real module on the meta device")

@@ -120,6 +120,10 @@ class Estimates:
 
     def peak(self) -> Peak:
         """Return the peak memory of a rank."""
+        if self._problem.replicated:
+            # The rows that every rank holds are as many in smaller worlds, where other steps than
+            # those of their exchange may hold most.
+            return self.own_peak()
         backward = self._problem.backward
         peaks = self._each(
             lambda problem, candidate: peak_of(
@@ -139,6 +143,7 @@ class Estimates:
             call_of(self._problem, self._candidate),
             backward=self._problem.backward,
             cluster=self._problem.cluster,
+            replicated=self._problem.replicated,
         )
 
     def _each(self, measure: Callable[[Problem, Candidate], T]) -> list[T]:
