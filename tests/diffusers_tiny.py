@@ -212,8 +212,8 @@ def _consisid(randn: Callable[..., Tensor]) -> dict[str, Any]:
         "encoder_hidden_states": randn(BATCH, TEXT, 8),
         "timestep": _timestep(),
         "image_rotary_emb": (randn(27, 8).sin(), randn(27, 8).cos()),
-        "id_cond": randn(BATCH, 2),
-        "id_vit_hidden": [randn(BATCH, 2, 2)],
+        "id_cond": randn(BATCH, 8),
+        "id_vit_hidden": [randn(BATCH, 2, 8)],
     }
 
 
@@ -822,8 +822,8 @@ TINY: dict[str, Tiny] = {
             "cross_attn_interval": 1,
             "cross_attn_dim_head": 4,
             "cross_attn_num_heads": 2,
-            "LFE_id_dim": 2,
-            "LFE_vit_dim": 2,
+            "LFE_id_dim": 8,
+            "LFE_vit_dim": 8,
             "LFE_depth": 1,
             "LFE_dim_head": 8,
             "LFE_num_heads": 2,

@@ -20,6 +20,9 @@ the largest error of `n` runs (4 ulps are added, for the last operations):
 
 This holds for a single number. The largest error of a tensor varies less than the error of one of
 its numbers (by the Borell-TIS inequality), so the same margin holds for tensors.
+
+It does not hold where the roundings of a few numbers decide the result, as after a norm over two
+features: tiny models need at least four.
 """
 
 from __future__ import annotations
