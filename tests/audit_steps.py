@@ -354,7 +354,7 @@ def tensor_parallel(bug: str = "", layout_name: str = "contiguous") -> Any:
     plan: dict[str, Any] = {f"layers.*.{x}_proj": ColwiseParallel() for x in ("gate", "up")}
     plan["layers.*.down_proj"] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
-    ids = tokens(seed=rank if bug == "batch of the rank" else 0)
+    ids = tokens().roll(rank if bug == "batch of the rank" else 0, 1)
     part = ring_attn.shard_batch(
         {"input_ids": ids, "labels": ids}, SequenceLayout.contiguous(SEQLEN, 1), 0
     )
