@@ -226,7 +226,7 @@ SENSED_SIZES = {
     "max_source_positions": 33,
     "layerdrop": 0.0,
 }
-# Of models of texts and images: an image of 5 x 5 patches, and the ids of its tokens.
+# Inputs of models of texts and images: an image of 5 x 5 patches, and the ids of its tokens.
 MIXED_SIZES = SENSED_SIZES | {
     "image_size": 20,
     "image_token_id": 90,

@@ -147,7 +147,7 @@ NO_OPTIONS = {
     "is_decoder",
 }
 
-# What a model gets, if not the first inputs with which it runs.
+# Inputs of a variant, where the first inputs with which the model runs are not meant.
 IMAGE = "an image"
 
 

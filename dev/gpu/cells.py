@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-# What a cell returns, and what JSON holds: each value has its own type.
+# The results of a cell, and values of JSON: each has its own type.
 Figures: TypeAlias = dict[str, Any]
 
 

@@ -137,7 +137,7 @@ def test_what_follows_the_last_block_may_have_the_rows_of_all_ranks() -> None:
 
 
 def test_a_call_keeps_copies_of_own_rows() -> None:
-    """Of q, k, v and out, 9,472 rows in place of 9,920; and the 9,920 rows of out."""
+    """The plan counts 9,472 rows of q, k, v and out instead of 9,920, and the 9,920 rows of out."""
     job = job_of(FLUX, recompute="none")
     model, rows = job.model, (9_408, 512)
     of_block = model.of_block(0).kept.at(*rows)

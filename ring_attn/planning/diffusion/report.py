@@ -27,7 +27,7 @@ from ring_attn.planning.model.lines import (
 )
 from ring_attn.planning.model.search import MAX_RANKS
 
-# What a sample has.
+# The unit of the length of a sample.
 UNIT = "rows"
 LARGER_DEGREES = "a larger --fsdp or --cp"
 

@@ -230,7 +230,7 @@ class _NotedAttention(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in (torch.nonzero, Tensor.nonzero):
-            # Of masks, whose values are unknown here: no text is padding.
+            # A mask's values are unknown here: all text counts as real, none as padding.
             mask: Tensor = args[0]
             return mask.new_empty(mask.numel(), mask.ndim, dtype=torch.int64)
         return func(*args, **kwargs)

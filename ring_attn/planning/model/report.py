@@ -28,7 +28,7 @@ from ring_attn.planning.model.lines import (
 )
 from ring_attn.planning.model.search import MAX_RANKS
 
-# What a sequence has.
+# The unit of the length of a sequence.
 UNIT = "tokens"
 
 

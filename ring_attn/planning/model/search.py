@@ -29,7 +29,7 @@ CORRECTIONS = 3
 class SearchedJob(AnyJob, Protocol):
     """Fields that the searches read or replace."""
 
-    # Of every dataclass: `dataclasses.replace` needs it. A field may have any type.
+    # Every dataclass has this, and `dataclasses.replace` needs it. A field may have any type.
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
@@ -52,7 +52,7 @@ SentJobT = TypeVar("SentJobT", bound=SearchedJob, contravariant=True)
 
 
 class PlannedAttention(Protocol[SentJobT]):
-    """What plans and their reports read of the attention of a job."""
+    """The attention of a job, as far as plans and their reports read it."""
 
     @property
     def layout(self) -> str: ...
