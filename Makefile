@@ -3,6 +3,7 @@
 # Every target that needs Python packages makes its own environment first, from the pinned versions in
 # .ci/constraints.txt. VENV=path puts it elsewhere, PYTHON=path picks the interpreter, ARGS="..." is
 # handed on to pytest or to the ring-attn command, WORKERS=n runs so many files of tests side by side.
+# PART=1/2 runs the first half of the slow tests, and PART=2/2 the second one.
 # TRITON=3.6.0 installs that version into .aot/ and uses it for tests, `ptx` and `aot`. TORCH=2.11.0
 # makes an environment of its own, .venv-2.11.0, with that torch and the triton that it asks for.
 
@@ -13,6 +14,7 @@ ARGS ?=
 WORKERS ?= 3
 TRITON ?=
 MINUTES ?= 10
+PART ?=
 SEED ?= 0
 
 BIN := $(VENV)/bin
@@ -91,8 +93,8 @@ test: $(READY) $(OTHER_TRITON)  ## run the tests, without the slow ones
 	$(PYTEST) loadfile -m "not (slow or costly or gpu)" $(ARGS)
 
 # pytest ends with 5 where ARGS select no slow test.
-test-slow: $(READY) $(OTHER_TRITON)  ## run only the slow tests
-	$(PYTEST) worksteal -m "(slow or costly) and not gpu" $(ARGS) || test $$? -eq 5
+test-slow: $(READY) $(OTHER_TRITON)  ## run only the slow tests, or a part of them: PART=1/2
+	$(PYTEST) worksteal -m "(slow or costly) and not gpu" $(PART:%=--part %) $(ARGS) || test $$? -eq 5
 
 test-all: test test-slow  ## run every test that needs no GPU
 

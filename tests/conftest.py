@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import operator
 import os
 import signal
@@ -44,6 +45,7 @@ from ring_attn.testing import launch
 from ring_attn.testing.one_gpu import WAYS, sharing_refusal
 from ring_attn.transport import nccl_channels
 from tests.distributed.pool import MANY_GROUPS, Pool, Pools, forkserver
+from tests.parts import part_of
 
 # Names of tests that `make test-slow` runs, since each takes a second of CPU or more, and others
 # show most of what they show in less. `tests/cpu_seconds.py` measures.
@@ -65,6 +67,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "(hostid), or all as one node (multi, NCCL 2.30 or newer preloaded)"
     )
     parser.addoption("--nccl", choices=WAYS, help=text)
+    text = "of the slow tests run only part K of N; all parts together are all slow tests"
+    parser.addoption("--part", type=part_of, metavar="K/N", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -102,13 +106,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks tests of the folder `distributed` as dist, and cases left out of a sweep as slow.
 
     Marks tests of the file `costly.txt` as costly. Leaves out tests that do not run on the chosen
-    medium, see `--nccl`.
+    medium, see `--nccl`, and slow ones of other parts, see `--part`.
     """
     cases: Counter[tuple[Path, str]] = Counter()
-    here = [runs_here(item, config.getoption("--nccl")) for item in items]
-    if not all(here):
-        config.hook.pytest_deselected(items=[*compress(items, map(operator.not_, here))])
-        items[:] = compress(items, here)
+    keep_only(config, items, [runs_here(item, config.getoption("--nccl")) for item in items])
     costly = set(COSTLY.read_text().splitlines())
     for item in items:
         if item.path.parent.name == "distributed":
@@ -121,6 +122,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if cases[test] % sweep.args[0]:
                 item.add_marker("slow")
             cases[test] += 1
+    part = config.getoption("--part")
+    if part is not None:
+        indices = itertools.count()
+        keep_only(config, items, [not is_slow(item) or part.has(next(indices)) for item in items])
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether `make test` leaves the test to `make test-slow`."""
+    return any(item.get_closest_marker(name) is not None for name in ("slow", "costly"))
+
+
+def keep_only(config: pytest.Config, items: list[pytest.Item], kept: list[bool]) -> None:
+    """Deselects the tests that are not kept."""
+    if not all(kept):
+        config.hook.pytest_deselected(items=[*compress(items, map(operator.not_, kept))])
+        items[:] = compress(items, kept)
 
 
 def runs_here(item: pytest.Item, nccl: str | None) -> bool:

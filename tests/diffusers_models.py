@@ -150,6 +150,16 @@ each class on 2 ranks, forward and backward.
     yield ""
 
 
+def outcomes_of(page: str) -> dict[str, str]:
+    """Return the outcome of each class on a page that `table` has made."""
+    words: dict[str, str] = {}
+    for line in page.splitlines():
+        if line.startswith("| "):
+            name, word = line.strip("| ").split(" | ", maxsplit=1)
+            words[name] = word
+    return {name: words.get(name, "no row") for name in classes()}
+
+
 def main(path: str) -> None:
     diffusers.utils.logging.set_verbosity_error()
     dist.init_process_group("gloo")

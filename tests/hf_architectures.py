@@ -541,6 +541,19 @@ on each rank. Those that compute no attention are refused, too.
         yield ""
 
 
+def outcomes_of(page: str) -> dict[Architecture, str]:
+    """Return the outcome of each architecture on a page that `table` has made."""
+    words: dict[tuple[str, str], str] = {}
+    head = ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            head = line.removeprefix("## ").lower()
+        elif line.startswith("| "):
+            model_class, word = line.strip("| ").split(" | ", maxsplit=1)
+            words[head, model_class] = word
+    return {each: words.get((each.head, each.model_class), "no row") for each in architectures()}
+
+
 def main(path: str) -> None:
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
