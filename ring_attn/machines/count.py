@@ -22,7 +22,7 @@ from ring_attn.core.program import (
     part_of_heads,
 )
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Sizes
+from ring_attn.core.tiles import Sizes, Tile
 from ring_attn.transport.nccl_channels import NET_STEP, communicator_of
 from ring_attn.transport.options import MAX_CTAS
 
@@ -342,13 +342,13 @@ class Memory:
                 # The state adopts the first result, and later ones are merged with it.
                 merged = self._folds > 1
                 self._use(merged * kept + self._workspace(op, self._heads, rebuilds=False))
-                self._use(kept + merged * self._merge_bytes())
+                self._use(kept + merged * self._merge_bytes(op))
             self._state = kept
             self.held += kept
 
     def _is_one_piece(self, op: ops.Attend) -> bool:
         """Return whether a step is one piece with all rows, whose result a state can adopt."""
-        pieces = [x for tile in op.tiles for x in self.backend.pieces(tile, self.spec.device_type)]
+        pieces = self._pieces(op)
         return len(pieces) == 1 and pieces[0].rows == self._rows
 
     def _state_bytes(self, *, last: bool) -> int:
@@ -362,12 +362,14 @@ class Memory:
         state = (acc + 2 * statistic) * wide if has_state else 0
         return state + (results if last else 0)
 
-    def _merge_bytes(self) -> int:
-        """Return the bytes of a result that is merged, with its and four more statistics."""
+    def _pieces(self, op: ops.Attend) -> list[Tile]:
+        return [x for tile in op.tiles for x in self.backend.pieces(tile, self.spec.device_type)]
+
+    def _merge_bytes(self, op: ops.Attend) -> int:
+        """Return the bytes of a piece's result that is merged, with its and four statistics."""
         spec = self._heads
-        return (
-            spec.batch * self._rows * spec.nheads * (spec.headdim_v + 6) * spec.accum_dtype.itemsize
-        )
+        rows = max(piece.rows for piece in self._pieces(op))
+        return spec.batch * rows * spec.nheads * (spec.headdim_v + 6) * spec.accum_dtype.itemsize
 
     def _kept_state_bytes(self, *, last: bool) -> int:
         """Return the bytes of the state, or of its results after the last step, between steps."""
