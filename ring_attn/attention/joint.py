@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -32,10 +30,10 @@ from torch import Tensor
 
 from ring_attn.call import Masks
 from ring_attn.checks import attention as checks
+from ring_attn.core.copies import local_layouts, local_mask
 from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import Layouts, SequenceLayout
-from ring_attn.core.mask import Mask, Slice
-from ring_attn.core.tiles import check_fit, pair_tiles
+from ring_attn.core.mask import Mask
 from ring_attn.torch_private import Context, Untyped
 from ring_attn.transport import groups
 from ring_attn.transport.base import Agreement, Transport
@@ -196,37 +194,6 @@ def _local_masks(layout_q: SequenceLayout, seqlen_k: int, mask: _Nested) -> _Nes
         checks.check_given_mask(mask, layout_q.seqlen, seqlen_k)
         return local_mask(layout_q, seqlen_k, mask)
     return [_local_masks(layout_q, seqlen_k, each) for each in mask]
-
-
-def local_layouts(layout_q: SequenceLayout, seqlen_k: int) -> Layouts:
-    """Return the layouts of queries in the order of the ranks, and of each rank's copy of the keys.
-
-        keys of rank 0   keys of rank 1
-    q0  x x x            . . .
-    q1  . . .            x x x
-    """
-    world_size = layout_q.world_size
-    first_rows = [0, *accumulate(layout_q.shard_lens)]
-    copies = SequenceLayout.contiguous(world_size * seqlen_k, world_size)
-    return SequenceLayout.boundaries(first_rows), copies
-
-
-@lru_cache(maxsize=256)
-def local_mask(layout_q: SequenceLayout, seqlen_k: int, mask: Mask) -> Mask:
-    """Return the mask between the layouts of `local_layouts`: no rank sees the others' copies."""
-    world_size = layout_q.world_size
-    one_copy = SequenceLayout.contiguous(seqlen_k, world_size=1)
-    # Only masks that depend on the distance of positions need equal strides.
-    if mask.has_upper_bounds or mask.has_windows:
-        check_fit(layout_q, SequenceLayout.contiguous(seqlen_k, world_size), mask)
-    first_rows = [0, *accumulate(layout_q.shard_lens)]
-    slices = []
-    for rank in range(world_size):
-        for tile in pair_tiles(layout_q, one_copy, mask, rank, 0):
-            slices.append(Slice(*tile.moved(q=first_rows[rank], k=rank * seqlen_k)))
-    return Mask.of_disjoint(
-        layout_q.seqlen, world_size * seqlen_k, slices, f"{mask.words}, keys on every rank"
-    )
 
 
 # -- the exchange, as a custom operator, so that torch.compile keeps it whole in a graph

@@ -7,12 +7,13 @@ for tests, and for calls that all other backends refuse. 16-bit inputs are compu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attn.backends.base import Backend, BackwardInputs, band_mask
+from ring_attn.backends.base import Backend, BackwardInputs, Tiles, band_mask
 from ring_attn.core.cache import Sequences
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -101,21 +102,86 @@ class ReferenceBackend(Backend):
         dk = torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype))
         return rearrange(dq, "b i g n d -> b i (g n) d"), dk, dv
 
-    def scratch_bytes(
-        self, spec: AttentionSpec, piece: Tile, q_rows: int, kv_rows: int, *, backward: bool
+    def workspace_bytes(
+        self, spec: AttentionSpec, tiles: Tiles, *, backward: bool = False, rebuilds: bool = False
     ) -> int:
-        """Return the bytes of scores that exist at the same time, and of copies of inputs."""
-        # Tensors with the shape of the scores that exist at the same time.
-        if backward:
-            score_tensors = 5 if spec.softcap > 0 else 4
-        else:
-            score_tensors = 3 if spec.nheads > spec.nheads_kv else 2
-        copied_rows = 0 if backward else 2 * kv_rows
-        if spec.dtype != spec.accum_dtype:
-            copied_rows += q_rows + 2 * kv_rows
-        numbers = score_tensors * q_rows * piece.cols
-        numbers += copied_rows * max(spec.headdim, spec.headdim_v)
+        """Return the peak bytes of a step: results, scores, and copies that torch's einsum makes.
+
+        Einsum copies what it cannot view as one batch of matrices: see `_Sizes`.
+        """
+        peaks = [_Sizes.of(spec, tile) for tile in tiles]
+        numbers = max(sizes.backward() if backward else sizes.forward() for sizes in peaks)
         return numbers * spec.accum_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers in the tensors of a piece, for the peak of the methods above.
+
+    Attributes:
+        scores, statistic: one number for each pair, and for each row of q.
+        q, dout, k, v: the inputs; results have the same sizes.
+        casts: 1 if inputs are copied to the wider dtype, else 0.
+        grouped: 1 if several q heads share a kv head. Then einsum copies each operand with both.
+        apart: 1 if heads and batch cannot be viewed as one dim, so that einsum copies k and v.
+        placed: 1 if an operand whose rows are summed is copied, or a result is put in order.
+        capped: 1 if the slope of the cap is kept.
+    """
+
+    scores: int
+    statistic: int
+    q: int
+    dout: int
+    k: int
+    v: int
+    casts: int
+    grouped: int
+    apart: int
+    placed: int
+    capped: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, piece: Tile) -> _Sizes:
+        q_rows = spec.batch * piece.rows * spec.nheads
+        kv_rows = spec.batch * piece.cols * spec.nheads_kv
+        grouped = spec.nheads > spec.nheads_kv
+        several = spec.nheads_kv > 1
+        return cls(
+            scores=q_rows * piece.cols,
+            statistic=q_rows,
+            q=q_rows * spec.headdim,
+            dout=q_rows * spec.headdim_v,
+            k=kv_rows * spec.headdim,
+            v=kv_rows * spec.headdim_v,
+            casts=int(spec.dtype != spec.accum_dtype),
+            grouped=int(grouped),
+            apart=int(several and spec.batch > 1),
+            placed=int(several and (grouped or spec.batch > 1)),
+            capped=int(spec.softcap > 0),
+        )
+
+    def forward(self) -> int:
+        """Return the peak of `forward_piece`: of the scores, of acc, or of its last results."""
+        by_q = max(self.grouped, self.apart)
+        scores = (self.casts + by_q) * self.q + (self.casts + self.apart) * self.k + self.scores
+        both = 2 * self.scores + self.statistic + self.dout  # s, p, m and acc
+        acc = both + (self.casts + self.apart) * self.v + self.grouped * self.scores
+        results = both + self.statistic + self.grouped * self.placed * self.dout
+        return max(scores, acc, results)
+
+    def backward(self) -> int:
+        """Return the peak of `backward_piece`: of s, dv, ds, dq or dk."""
+        by_q = max(self.grouped, self.apart)
+        held = self.casts * (self.k + self.v + self.dout)
+        s = held + (self.casts + by_q) * self.q + self.apart * self.k + self.scores
+        held += (2 + self.capped) * self.scores + self.v  # s, p and dv
+        dv = held + self.grouped * self.scores + self.placed * self.dout
+        dp = held + by_q * self.dout + self.apart * self.v + self.scores
+        ds = held + 2 * self.scores
+        held += self.scores + self.q  # ds and dq
+        dq = held + self.grouped * self.scores + self.apart * self.k
+        dk = held + self.grouped * self.scores + (self.casts + self.placed) * self.q + self.k
+        return max(s, dv, dp, ds, dq, dk)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

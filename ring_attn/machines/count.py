@@ -10,10 +10,19 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.call import Call
 from ring_attn.core import program as ops
-from ring_attn.core.messages import Message
-from ring_attn.core.program import Array, Buffer, Entry, Op, Program, View, part_of_heads
+from ring_attn.core.messages import Gathered, Message, Records
+from ring_attn.core.program import (
+    Array,
+    Buffer,
+    Entry,
+    Op,
+    Operand,
+    Program,
+    View,
+    part_of_heads,
+)
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.tiles import Sizes
+from ring_attn.core.tiles import Sizes, Tile
 from ring_attn.transport.nccl_channels import NET_STEP, communicator_of
 from ring_attn.transport.options import MAX_CTAS
 
@@ -104,8 +113,8 @@ def _walk_memory(programs: Sequence[Program], call: Call, moments: list[Moment] 
     if len(programs) == 1:
         return memory.peak
     forward, (_, program) = programs[0], programs
-    # Results and saved tensors stay held; dout is an input.
-    arrays = {name: memory.arrays[name] for name in (*forward.saved, "out", "lse")}
+    # The result and saved tensors stay held; dout is an input.
+    arrays = {name: memory.arrays[name] for name in (*forward.saved, "out")}
     held = sum(x.nbytes for name, x in arrays.items() if name in memory.own)
     arrays["dout"] = program.arrays["dout"]
     back = Memory(program, call.spec, backend, arrays, held, moments)
@@ -289,9 +298,11 @@ class Memory:
                 self._finish(op)
             case ops.Delta():
                 if self.backend.tile_by_tile:
-                    # The products dO * O, before they are summed over the head dim.
+                    # The products dO * O, before they are summed over the head dim; of 16-bit
+                    # inputs beside copies of both.
                     products = op.array.nbytes * self.spec.headdim_v
-                    self._use(products + op.array.nbytes)
+                    copies = 2 * products if self.spec.dtype != self.spec.accum_dtype else 0
+                    self._use(products + max(copies, op.array.nbytes))
                 self._make("delta", op.array)
                 if self.backend.converts_lse:
                     self._make("lse", op.array)
@@ -324,29 +335,41 @@ class Memory:
             self._heads = part_of_heads(op, self.spec)
             self._folds += 1 if self.backend.carries_state or self._is_one_piece(op) else 2
             self.held -= self._state
-            at_most = self._state_bytes(last=op.last)
-            self._use(at_most + self._workspace(op, self._heads, rebuilds=False))
-            self._state = self._kept_state_bytes(last=op.last)
-            self.held += self._state
+            kept = self._kept_state_bytes(last=op.last)
+            if self.backend.carries_state:
+                self._use(self._state_bytes(last=op.last))
+            else:
+                # The state adopts the first result, and later ones are merged with it.
+                merged = self._folds > 1
+                self._use(merged * kept + self._workspace(op, self._heads, rebuilds=False))
+                self._use(kept + merged * self._merge_bytes(op))
+            self._state = kept
+            self.held += kept
 
     def _is_one_piece(self, op: ops.Attend) -> bool:
         """Return whether a step is one piece with all rows, whose result a state can adopt."""
-        pieces = [x for tile in op.tiles for x in self.backend.pieces(tile, self.spec.device_type)]
+        pieces = self._pieces(op)
         return len(pieces) == 1 and pieces[0].rows == self._rows
 
     def _state_bytes(self, *, last: bool) -> int:
-        """Return the bytes of the state after so many folds; after the last, with the results."""
+        """Return the bytes of a kernel's state; after the last fold, with the results."""
         spec = self._heads
         statistic = spec.batch * self._rows * spec.nheads
         acc, wide = statistic * spec.headdim_v, spec.accum_dtype.itemsize
         results = acc * spec.dtype.itemsize + statistic * wide
-        if self.backend.carries_state:
-            # A single fold writes the results without a state.
-            has_state = self._folds > 1 or not last or spec.max_logits
-            state = (acc + 2 * statistic) * wide if has_state else 0
-            return state + (results if last else 0)
-        # The state adopts the first result. Each later merge needs four more statistics.
-        return (acc + 6 * statistic) * wide if self._folds > 1 else statistic * wide
+        # A single fold writes the results without a state.
+        has_state = self._folds > 1 or not last or spec.max_logits
+        state = (acc + 2 * statistic) * wide if has_state else 0
+        return state + (results if last else 0)
+
+    def _pieces(self, op: ops.Attend) -> list[Tile]:
+        return [x for tile in op.tiles for x in self.backend.pieces(tile, self.spec.device_type)]
+
+    def _merge_bytes(self, op: ops.Attend) -> int:
+        """Return the bytes of a piece's result that is merged, with its and four statistics."""
+        spec = self._heads
+        rows = max(piece.rows for piece in self._pieces(op))
+        return spec.batch * rows * spec.nheads * (spec.headdim_v + 6) * spec.accum_dtype.itemsize
 
     def _kept_state_bytes(self, *, last: bool) -> int:
         """Return the bytes of the state, or of its results after the last step, between steps."""
@@ -363,9 +386,10 @@ class Memory:
         if self.backend.carries_state:
             self._use(self._kept_state_bytes(last=True))
         else:
-            rounded = op.out_array.dtype != self.spec.accum_dtype
             out, lse = op.out_array.nbytes, op.lse_array.nbytes
-            self._use((3 if rounded else 1) * out + 4 * lse)
+            acc = lse * self.spec.headdim_v
+            rounded = out if op.out_array.dtype != self.spec.accum_dtype else 0
+            self._use(acc + max(4 * lse, rounded + 3 * lse))
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 
@@ -376,7 +400,25 @@ class Memory:
             if isinstance(operand, Entry):
                 self._written(operand.buffer)
         spec = part_of_heads(op, self.spec)
-        self._use(self._workspace(op, spec, rebuilds=op.out is None))
+        copies = sum(map(self._copy_bytes, op.q_side[2:]))
+        self._use(copies + self._workspace(op, spec, rebuilds=op.out is None))
+
+    def _copy_bytes(self, operand: Operand) -> int:
+        """Return the bytes of a copy of lse or delta, which is made if its rows lie apart."""
+        if isinstance(operand, View):
+            array = self.arrays[operand.name]
+            if array.batch == 1 or operand.heads is None:
+                return 0
+            heads = len(range(*operand.heads.indices(array.heads)))
+            return array.nbytes // array.heads * heads if heads < array.heads else 0
+        message = self._messages[operand.buffer.name]
+        count, part = 1, message
+        if isinstance(message, Gathered):
+            count, part = message.count, message.part
+        if not isinstance(part, Records):
+            return 0
+        rows = count * part.rows
+        return part.batch * rows * part.heads * part.fields[operand.number][1].itemsize
 
     def _workspace(
         self, op: ops.Attend | ops.Differentiate, spec: AttentionSpec, *, rebuilds: bool

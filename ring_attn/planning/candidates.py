@@ -8,6 +8,7 @@ import torch
 
 from ring_attn.backends import get_backend
 from ring_attn.checks import attention as checks
+from ring_attn.core.copies import local_layouts
 from ring_attn.core.joint import JointLayout
 from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout, with_world_size
 from ring_attn.core.spec import AttentionSpec
@@ -33,7 +34,16 @@ def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iter
 
 
 def strategies_of(problem: Problem, names: Sequence[str | Strategy] | None) -> list[Strategy]:
-    """Return the requested strategies, all if `names` is None; a name is all its degrees."""
+    """Return the requested strategies, all if `names` is None; a name is all its degrees.
+
+    If every rank holds all rows, a call runs a ring without hops, whatever is requested.
+    """
+    requested = _requested(problem, names)
+    return [Strategy()] if problem.has_local_keys else requested
+
+
+def _requested(problem: Problem, names: Sequence[str | Strategy] | None) -> list[Strategy]:
+    """Return the strategies of the names and values, all if `names` is None."""
     every = list(strategies_for(problem.spec, problem.world_size, problem.cluster.node_size))
     if names is None:
         return every
@@ -95,6 +105,8 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
     mask, world_size = problem.mask, problem.world_size
     if not isinstance(layout, str):
         layout = checks.check_layouts(layout)
+        if problem.has_local_keys:
+            return {"given": local_layouts(layout[0], mask.seqlen_q)}
         for side, value, seqlen in zip("qk", layout, (mask.seqlen_q, mask.seqlen_k), strict=True):
             if (value.world_size, value.seqlen) != (world_size, seqlen):
                 raise ValueError(
@@ -118,6 +130,9 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
                 "or a JointLayout"
             )
         names = [name for name in names if name != "balanced"]
+    if problem.has_local_keys:
+        # Only split rows have another layout by another name.
+        return {names[0]: local_layouts(_named(names[0], problem)[0], mask.seqlen_q)}
     return {name: _named(name, problem) for name in names}
 
 

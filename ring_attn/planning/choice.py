@@ -107,6 +107,11 @@ class Problem:
     replicated: tuple[int, ...] = ()  # numbers of rows that every rank holds, by their owner
 
     @property
+    def has_local_keys(self) -> bool:
+        """Whether every rank holds all rows, so that no key is sent; `mask` is that of copies."""
+        return bool(self.replicated) and sum(self.replicated) == self.mask.seqlen_q
+
+    @property
     def directions(self) -> tuple[bool, ...]:
         """Whether each direction to plan is the backward."""
         return (False, True) if self.backward else (False,)
@@ -232,6 +237,8 @@ class Choice:
     def reason(self) -> str:
         """A sentence that compares the best with the fastest of another name, else with any."""
         best, others = self.best, [c for c in self.candidates if c is not self.best]
+        if self.problem.has_local_keys:
+            return f"{best.full_name}: every rank holds all rows, so no key is sent"
         simulated = [c for c in others if c.prediction is not None]
         compared = [c for c in simulated if c.name != best.name] or simulated
         if compared:
@@ -329,7 +336,9 @@ class Choice:
             "spec": {**asdict(problem.spec), "dtype": str(problem.spec.dtype)},
             "mask": {
                 "seqlen_q": problem.mask.seqlen_q,
-                "seqlen_k": problem.mask.seqlen_k,
+                "seqlen_k": problem.mask.seqlen_q
+                if problem.has_local_keys
+                else problem.mask.seqlen_k,
                 "words": problem.mask.words,
                 "slices": len(problem.mask.slices),
                 "area": problem.mask.area,
@@ -349,7 +358,9 @@ class Choice:
 def describe(problem: Problem) -> str:
     """The problem in a line."""
     mask, spec, cluster = problem.mask, problem.spec, problem.cluster
-    rows = f"{mask.seqlen_q}" + (f" x {mask.seqlen_k}" if mask.seqlen_k != mask.seqlen_q else "")
+    rows = f"{mask.seqlen_q}"
+    if mask.seqlen_k != mask.seqlen_q and not problem.has_local_keys:
+        rows += f" x {mask.seqlen_k}"
     return (
         f"{rows} rows on {problem.world_size} x {cluster.device.name} (nodes of "
         f"{cluster.node_size}), {spec.nheads}/{spec.nheads_kv} heads of {spec.headdim}, "

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
 from ring_attn.checks import attention as checks
+from ring_attn.core.copies import local_mask
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.host import on_host, without_garbage_collection
 from ring_attn.core.joint import JointLayout
@@ -143,7 +144,8 @@ def explain(
         replicated: number of positions that every rank holds, such as text; they are the first of
             `seqlen`. Layouts of the result are those of their owners (`JointLayout.owners`). The
             table shows the time of their exchange in a line of its own, and peaks include its
-            memory.
+            memory. If every rank holds all rows, no key is sent, whatever the strategy is: the plan
+            has a ring without hops, over each rank's queries and its own copy of the keys.
 
     Returns:
         A choice with `strategy` and `layout` to call with, `reason`, and `candidates` with seconds
@@ -189,7 +191,9 @@ def explain(
     values.check_flag("backward", backward)
     values.check_flag("exact", exact)
     values.check_int("recurrent", recurrent, least=0)
-    counts_of_owners, layout = _replicated(replicated, layout, seqlen, seqlen_k, world_size)
+    joint = _joint_layout(replicated, layout, seqlen, seqlen_k, world_size)
+    if isinstance(layout, JointLayout):
+        layout = layout.owners
     if device_type is not None:
         values.check_one_of("device_type", device_type, ("cpu", "cuda"))
     if memory_bytes is not None:
@@ -203,6 +207,8 @@ def explain(
     cu_k = checks.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
     checks.check_documents(cu_q, cu_k)
     mask = Mask(seqlen, seqlen_k, causal, window, cu_q, cu_q if cu_k is None else cu_k)
+    if joint is not None and joint.is_replicated:
+        mask = local_mask(joint.owners, seqlen, mask)
     cluster = _cluster_of(cluster, device_type, world_size)
     if device_type is None:
         device_type = "cuda" if cluster.device.memory_bytes else "cpu"
@@ -230,7 +236,7 @@ def explain(
         exact=exact,
         recurrent=recurrent,
         documents=tuple(sorted({0, seqlen, *(cu_q or ())})),
-        replicated=counts_of_owners,
+        replicated=() if joint is None else tuple(map(joint.num_owned, range(world_size))),
     )
     choice = choose(problem, layouts_of(problem, layout), strategies, effort=effort)
     return replace(choice, replicated=replicated_costs(problem, choice.best))
@@ -346,8 +352,10 @@ def _input_bytes(problem: Problem, layouts: Layouts) -> int:
     dim_kv = spec.headdim + spec.headdim_v
     owned = problem.replicated or (0,) * problem.world_size
     elements = []
-    for own, *rows_of_sides in zip(owned, *(x.shard_lens for x in layouts), strict=True):
-        rows, rows_kv = (rows_of_side + sum(owned) - own for rows_of_side in rows_of_sides)
+    for own, rows, rows_kv in zip(owned, *(x.shard_lens for x in layouts), strict=True):
+        of_others = sum(owned) - own
+        rows += of_others
+        rows_kv += 0 if problem.has_local_keys else of_others
         elements.append(rows * spec.nheads * dim_q + rows_kv * spec.nheads_kv * dim_kv)
     return max(elements) * spec.batch * spec.dtype.itemsize
 
@@ -439,17 +447,14 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
 # -- defaults
 
 
-def _replicated(
+def _joint_layout(
     replicated: int,
     layout: str | SequenceLayout | JointLayout | Layouts,
     seqlen: int,
     seqlen_k: int,
     world_size: int,
-) -> tuple[tuple[int, ...], str | SequenceLayout | Layouts]:
-    """Return how many replicated rows each rank owns, and the layout of their owners.
-
-    The numbers are empty if no two ranks hold the same rows.
-    """
+) -> JointLayout | None:
+    """Return a layout with the replicated rows; None if no two ranks hold the same rows."""
     values.check_int("replicated", replicated, least=0)
     if replicated and not isinstance(layout, str):
         raise ValueError(
@@ -462,13 +467,13 @@ def _replicated(
             f"many keys, got seqlen_k={seqlen_k}"
         )
     if isinstance(layout, JointLayout):
-        joint, layout = layout, layout.owners
-    elif replicated:
-        joint = JointLayout([replicated], world_size)
+        joint = layout
     else:
-        return (), layout
-    counts = map(joint.num_owned, range(joint.world_size))
-    return tuple(counts) if joint.has_copies else (), layout
+        rest = SequenceLayout.contiguous(seqlen - replicated, world_size)
+        joint = JointLayout([replicated, rest])
+    # A layout for other sizes is refused later, with those of its owners.
+    fits = (joint.seqlen, joint.seqlen, joint.world_size) == (seqlen, seqlen_k, world_size)
+    return joint if fits and joint.has_copies else None
 
 
 def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str) -> str:

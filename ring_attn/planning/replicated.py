@@ -62,21 +62,25 @@ def joint_programs(call: Call, counts: Sequence[int], *, backward: bool) -> list
     """Return the forward, or forward and backward, of a call with replicated rows.
 
     Args:
-        call: the call of the owners.
+        call: the call of the owners; if every rank holds all rows, that of `core.copies`, in which
+            each rank attends to its own keys.
         counts: the number of replicated rows that each rank owns; empty if there are none.
         backward: whether a backward follows.
     """
     both = both_programs(call, backward=backward)
     if not counts:
         return both
-    rows = _Rows(counts, call.spec, call.rank)
+    rows = _Rows(counts, call.spec, call.rank, local_keys=sum(counts) == call.layouts[0].seqlen)
     forward, *backwards = both
     inputs = forward.arrays
-    saved = tuple(map(_own, forward.saved)) if backwards else ()
+    saved = tuple(map(rows.own_name, forward.saved)) if backwards else ()
     joint_forward = replace(
         forward,
         ops=tuple(_forward(forward, saved, rows)),
-        arrays={name: rows.of_shard(own) for name, own in inputs.items()},
+        arrays={
+            name: rows.of_shard(own) if name in rows.owned_inputs else own
+            for name, own in inputs.items()
+        },
         saved=saved,
     )
     joint_backwards = [
@@ -98,11 +102,23 @@ class _Rows:
         counts: how many of them each rank owns.
         spec: sizes of the call.
         rank: the rank.
+        local_keys: whether the rank attends to all keys, which it holds, and not to its own ones.
     """
 
     counts: Sequence[int]
     spec: AttentionSpec
     rank: int
+    local_keys: bool = False
+
+    @property
+    def owned_inputs(self) -> tuple[str, ...]:
+        """The inputs of which the rank takes its own rows."""
+        return ("q",) if self.local_keys else ("q", "k", "v")
+
+    def own_name(self, name: str) -> str:
+        """Return the name of the own rows of a tensor; a tensor without others keeps its name."""
+        is_owned = name.removeprefix("d") in ("out", *self.owned_inputs)
+        return f"own {name}" if is_owned else name
 
     @property
     def own(self) -> int:
@@ -128,31 +144,26 @@ class _Rows:
         return replace(own, rows=own.rows - self.own + self.total)
 
 
-def _own(name: str) -> str:
-    """Return the name of the own rows of a tensor; there are no others of lse."""
-    return name if name == "lse" else f"own {name}"
-
-
 def _forward(program: Program, saved: tuple[str, ...], rows: _Rows) -> Iterator[Op]:
     """Yield the ops of the forward, after which the tensors named in `saved` are held."""
     own_rows = program.arrays["q"].rows
     yield ops.Step("own rows")
-    for name, array in program.arrays.items():
-        yield ops.New(_own(name), array)
+    for name in rows.owned_inputs:
+        yield ops.New(rows.own_name(name), program.arrays[name])
     results = dict.fromkeys(("out", "lse", *(program.saved if saved else ())))
     yield ops.Inner(
         program,
         rows.spec,
         ranks=None,
-        inputs=tuple((name, _own(name)) for name in program.arrays),
-        results=tuple((name, _own(name)) for name in results),
+        inputs=tuple((name, rows.own_name(name)) for name in program.arrays),
+        results=tuple((name, rows.own_name(name)) for name in results),
     )
     if "lse" not in saved:
         yield ops.Free(("lse",))
     yield from _gather(rows)
     yield ops.New("rows in order", rows.of_out(rows.total))
     yield ops.New("out", rows.of_shard(rows.of_out(own_rows)))
-    owned = {_own(name) for name in (*program.arrays, *results)}
+    owned = {rows.own_name(name) for name in (*rows.owned_inputs, *results)}
     yield ops.Free(("rows of all", "rows in order", *sorted(owned.difference(saved))))
 
 
@@ -160,8 +171,9 @@ def _gather(rows: _Rows) -> Iterator[Op]:
     """Gather the owned rows of out, padded to the most that a rank owns."""
     world_size = len(rows.counts)
     message = rows.message(max(rows.counts))
-    send = Buffer("replicated rows", message.nbytes)
-    recv = Buffer("gathered rows", world_size * message.nbytes)
+    nbytes = rows.of_out(max(rows.counts)).nbytes  # the rows as they are: no message is padded
+    send = Buffer("replicated rows", nbytes)
+    recv = Buffer("gathered rows", world_size * nbytes)
     yield ops.Step("gather replicated rows")
     yield ops.New("own replicated rows", rows.of_out(rows.own))
     if rows.spec.batch > 1:
@@ -174,7 +186,7 @@ def _gather(rows: _Rows) -> Iterator[Op]:
         send=send,
         recv=recv,
         message=Gathered(message, world_size),
-        nbytes=message.nbytes * (world_size - 1),
+        nbytes=nbytes * (world_size - 1),
     )
     yield ops.Wait("shards")
     yield ops.New("rows of all", rows.of_out(rows.total))
@@ -196,25 +208,31 @@ def _backward(program: Program, inputs: Mapping[str, Array], rows: _Rows) -> Ite
         program,
         rows.spec,
         ranks=None,
-        inputs=tuple((name, _own(name)) for name in program.arrays),
-        results=tuple((name, _own(name)) for name in ("dq", "dk", "dv")),
+        inputs=tuple((name, rows.own_name(name)) for name in program.arrays),
+        results=tuple((name, rows.own_name(name)) for name in ("dq", "dk", "dv")),
     )
     yield ops.Step("gradients of shards")
-    yield ops.Free(tuple(map(_own, program.arrays)))
-    for name in ("v", "k", "q"):  # as autograd does: the last first
+    names = [name for name in program.arrays if name in rows.owned_inputs or name not in inputs]
+    yield ops.Free(tuple(map(rows.own_name, names)))
+    for name in reversed(rows.owned_inputs):  # as autograd does: the last first
         own = inputs[name]
         yield ops.New("zeros", replace(own, rows=rows.total))
         yield ops.New(f"d{name}", rows.of_shard(own))
-        yield ops.Free(("zeros", _own(f"d{name}")))
+        yield ops.Free(("zeros", rows.own_name(f"d{name}")))
 
 
 def _sum_shares(rows: _Rows) -> Iterator[Op]:
     """Send each owner this rank's shares of the gradient of out, and sum those of own rows."""
     counts = rows.counts
-    sent = Parcels(tuple(map(rows.message, counts)))
-    received = Parcels(tuple(rows.message(rows.own) for _ in counts))
-    send = Buffer("shares", sent.nbytes)
-    recv = Buffer("shares of own rows", received.nbytes)
+    # One message for each number of rows: plans have the programs of up to thousands of ranks.
+    messages = {count: rows.message(count) for count in set(counts)}
+    sent = Parcels(tuple(messages[count] for count in counts))
+    received = Parcels((messages[rows.own],) * len(counts))
+    row = rows.of_out(1).nbytes
+    send_counts = tuple(row * count for count in counts)
+    recv_counts = (row * rows.own,) * len(counts)
+    send = Buffer("shares", sum(send_counts))
+    recv = Buffer("shares of own rows", sum(recv_counts))
     own = rows.of_out(rows.own)
     yield ops.Step("sum gradients of replicated rows")
     yield ops.New("rows in order", rows.of_out(rows.total))
@@ -226,16 +244,21 @@ def _sum_shares(rows: _Rows) -> Iterator[Op]:
         route=ops.Collective(
             "all_to_all",
             dtype=torch.uint8,
-            send_counts=tuple(sent.counts),
-            recv_counts=tuple(received.counts),
+            send_counts=send_counts,
+            recv_counts=recv_counts,
         ),
         send=send,
         recv=recv,
         message=received,
-        nbytes=sent.nbytes - sent.counts[rows.rank],
+        nbytes=sum(send_counts) - send_counts[rows.rank],
     )
     yield ops.Wait("shards")
     if own.dtype != rows.spec.accum_dtype:
-        yield ops.New("wide sums", replace(own, dtype=rows.spec.accum_dtype))
+        wide = replace(own, dtype=rows.spec.accum_dtype)
+        yield ops.New("wide sums", wide)
+        if rows.spec.device_type == "cpu":
+            # torch converts each share before it adds it; a GPU's kernel does so as it reads.
+            yield ops.New("wide share", wide)
+            yield ops.Free(("wide share",))
     yield ops.New("sums of own rows", own)
     yield ops.Free((send, recv, "wide sums"))

@@ -28,7 +28,7 @@ ROWS = [
     "core.dense core.layout core.strategy backends.rates",
     "core.facts core.masks core.oracle core.tiles",
     "core.cache",
-    "core.work core.program core.joint core.runs",
+    "core.work core.program core.joint core.runs core.copies",
     "core.turns",
     "core.ranks",
     "core.sizes transport.streams",

@@ -264,6 +264,72 @@ def test_a_backend_takes_what_is_predicted(backend: str, rows: int, dtype: torch
         assert_holds(calls(RING, 2, **sizes), backward=backward)
 
 
+# A number of the forward has 8 bytes, and torch makes a tensor of 12 of a factor.
+NUMBERS = (0, 8, 12, 20)
+EXACT = {
+    "ring": RING,
+    "all_gather": Strategy("all_gather"),
+    "exchange": Strategy("exchange"),
+    "ulysses of two": Strategy(ulysses_degree=2),
+    "ulysses of three": Strategy(ulysses_degree=3),
+}
+# The scores of 48 or 72 keys are more than a row of 16; the rows of a batch lie apart.
+EXACT_CASES = [
+    (name, world_size, batch)
+    for name, world_size, batch in product(EXACT, (2, 3), (1, 2))
+    if EXACT[name].ulysses_degree in (1, world_size)
+]
+
+
+def exact_call(name: str, world_size: int, batch: int, dtype: torch.dtype, backend: str) -> Call:
+    heads, rows = 2 * world_size, 24
+    spec = AttentionSpec("cpu", dtype, batch, 2 * heads, heads, 16, 16)
+    mask = Mask(rows * world_size, rows * world_size)
+    return calls_of(EXACT[name], mask, "contiguous", world_size, spec, None, backend)[1]
+
+
+def measured_without_lse(call: Call, *, backward: bool) -> int:
+    """Return the peak of a call whose user does not keep lse."""
+    spec, transport = call.spec, Echo(call.world_size, call.rank)
+    q, k, v, dout = (
+        torch.randn(spec.batch, 24, heads, 16).to(spec.dtype)
+        for heads in (spec.nheads, spec.nheads_kv, spec.nheads_kv, spec.nheads)
+    )
+
+    def work() -> object:
+        out, _, saved, _ = drivers.forward(call, q, k, v, transport)
+        del _
+        return out, saved, drivers.backward(call, saved, dout, transport) if backward else ()
+
+    work()  # the first call of a process makes values that stay
+    return peak_bytes(work)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "world_size", "batch"), EXACT_CASES)
+def test_peaks_of_16_bits_are_exact(
+    name: str, world_size: int, batch: int, dtype: torch.dtype
+) -> None:
+    """Copies in float32, and those that torch's einsum makes, are counted, too."""
+    call = exact_call(name, world_size, batch, dtype, "reference")
+    for backward in (False, True):
+        found = measured_without_lse(call, backward=backward)
+        predicted = count.peak_bytes(both_programs(call, backward=backward), call)
+        assert found - predicted in NUMBERS, backward
+
+
+@pytest.mark.parametrize(("name", "world_size", "batch"), EXACT_CASES)
+def test_peaks_without_kernels_are_exact(
+    name: str, world_size: int, batch: int, no_kernels: None
+) -> None:
+    """all_gather copies the statistics of some heads of a batch; Ulysses does not keep lse."""
+    call = exact_call(name, world_size, batch, torch.float32, "triton")
+    for backward in (False, True):
+        found = measured_without_lse(call, backward=backward)
+        predicted = count.peak_bytes(both_programs(call, backward=backward), call)
+        assert found - predicted in NUMBERS, backward
+
+
 @pytest.mark.parametrize("size", [300, 24])
 def test_a_step_of_several_pieces_holds_a_state_beside_them(size: int) -> None:
     spec, mask = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64), masks.chunked(1024, size)

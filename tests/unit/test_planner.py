@@ -26,7 +26,7 @@ from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem
 from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster
 from ring_attn.planning.planner import choose, explain
-from ring_attn.planning.scale import walks
+from ring_attn.planning.scale import estimates_of, walks
 from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
@@ -489,6 +489,48 @@ def test_replicated_rows_take_memory(backward: bool) -> None:
     assert plan(replicated=512, memory_bytes=fitting, **options).best.name == "ring"
     with pytest.raises(ValueError, match="no strategy can run"):
         plan(replicated=512, memory_bytes=fitting - 1, **options)
+
+
+@pytest.mark.parametrize("strategies", [None, ["ulysses"]])
+def test_the_plan_of_rows_that_all_ranks_hold_is_what_runs(strategies: Any) -> None:
+    """A rank computes the rows of q that it owns with its copy of all keys: no key is sent."""
+    options: dict[str, Any] = {"seqlen": 512, "layout": "zigzag", "strategies": strategies}
+    choice = plan(replicated=512, **options)
+    joint = JointLayout([512], world_size=8)
+    assert [c.full_name for c in choice.candidates] == ["ring"] and choice.reason in str(choice)
+    assert "no key is sent" in choice.reason and "512 rows on 8 x" in str(choice)
+    prediction = choice.best.prediction
+    assert prediction is not None and prediction.backward is not None
+    assert prediction.total.bytes_sent == prediction.total.messages == 0
+    assert choice.problem.mask.area == Mask(512, 512, causal=True).area, "each query once"
+    # A row has 2 KiB; the exchange is that of rows beside a video, for a rank owns 64.
+    assert [cost.bytes_sent for cost in choice.replicated] == 2 * [7 * 64 * 2048]
+    found = choice.to_dict()["mask"]
+    assert isinstance(found, dict) and found["seqlen_k"] == 512
+    given = plan(**{**options, "layout": joint})
+    assert given.best.seconds == choice.best.seconds and given.best.layout_name == "given"
+    assert given.best.peak_bytes == choice.best.peak_bytes
+    with refused(ValueError, "each of strategies must be one of"):
+        plan(replicated=512, **{**options, "strategies": ["rings"]})
+
+
+def test_inputs_of_rows_that_all_ranks_hold_count_once() -> None:
+    options: dict[str, Any] = {"seqlen": 512, "layout": "contiguous", "replicated": 512}
+    best = plan(**options).best
+    fitting = 4 * 512 * 2048 + best.peak_bytes + best.communicator_bytes
+    assert plan(memory_bytes=fitting, **options).best == best
+    with pytest.raises(ValueError, match="no strategy can run"):
+        plan(memory_bytes=fitting - 1, **options)
+
+
+def test_a_plan_of_many_ranks_that_hold_all_rows_walks_one() -> None:
+    """Each of 64 ranks has a slice of the mask, and as many steps."""
+    options: dict[str, Any] = {"seqlen": 512, "causal": True, "replicated": 512}
+    choice = plan(world_size=64, **options)
+    timelines = estimates_of(choice.problem, choice.best).timelines(backward=False)
+    assert len(timelines) == 1
+    exact = plan(world_size=64, exact=True, **options)
+    assert choice.best.seconds == pytest.approx(exact.best.seconds, rel=1e-12)
 
 
 def test_rows_of_which_no_rank_has_a_copy_take_nothing() -> None:
