@@ -58,6 +58,9 @@ class Plan(NamedTuple):
             every rank holds all rows.
         times: the argument of the transformer that has a time for each sample or, as (batch, rows),
             for each position. What follows from it has the same rows, so it is split.
+        conditions: names of modules before the first block whose result is a tuple, and the
+            elements of it that have a row for each position, (batch, rows, dim). With an
+            `output`, these are split.
     """
 
     blocks: tuple[str, ...]
@@ -73,6 +76,7 @@ class Plan(NamedTuple):
     to_video: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     times: str | None = None
+    conditions: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 _BLOCKS = ("transformer_blocks",)
@@ -118,8 +122,9 @@ PLANS: dict[str, Plan] = {
     ),
     "AnyFlowTransformer3DModel": _WAN._replace(
         rows=(Rows("rotary_emb", 2), Rows("temb", 1, ndim=4)),
-        output=None,  # it makes a time for each position from those of frames
+        # It makes a time for each position from those of frames, so the times are split later.
         times=None,
+        conditions=(("condition_embedder", (0, 1)),),
     ),
     "AuraFlowTransformer2DModel": Plan(
         ("joint_transformer_blocks", "single_transformer_blocks"), "first"

@@ -185,12 +185,10 @@ class Parallelized:
                 f"{type(transformer).__name__} must have blocks in {' or '.join(plan.blocks)}, got "
                 "none: pass another plan"
             )
-        output = None if plan.output is None else _submodule(transformer, plan.output)
-        if plan.output is not None and output is None:
-            raise ValueError(
-                f"{type(transformer).__name__} must have a module {plan.output!r}, but has none: "
-                "pass another plan"
-            )
+        output = None if plan.output is None else _required(transformer, plan.output)
+        conditions = [
+            (_required(transformer, name), elements) for name, elements in plan.conditions
+        ]
         self._first, self._last = blocks[0], blocks[-1]
         # Whether the result of the last block needs the rows of all ranks, by its arguments.
         self._ends_whole = output is None
@@ -217,6 +215,8 @@ class Parallelized:
             if plan.times is not None:
                 times_of = partial(self._with_own_times, _arguments(transformer), plan.times)
                 self._wrap(transformer, times_of)
+            for module, elements in conditions:
+                self._wrap(module, partial(self._with_own_conditions, elements))
 
     @property
     def num_calls(self) -> int:
@@ -288,6 +288,27 @@ class Parallelized:
         layout = SequenceLayout.from_name(self._layout, times.size(1), self.group.size())
         has_rows = min(layout.shard_lens) > 1
         return layout.shard(times, self._attention.rank, 1) if has_rows else times
+
+    def _with_own_conditions(
+        self,
+        elements: tuple[int, ...],
+        module: nn.Module,
+        forward: Forward,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[object, ...]:
+        """Run a module, and split the elements of its result that have a row for each position."""
+        results = cast(tuple[Any, ...], forward(*args, **kwargs))
+        return tuple(
+            self._own_conditions(result) if index in elements else result
+            for index, result in enumerate(results)
+        )
+
+    @left_out_of_graphs(_WHY_LEFT_OUT)
+    def _own_conditions(self, conditions: Tensor) -> Tensor:
+        """Return this rank's rows of (batch, rows, dim) conditions."""
+        layout = SequenceLayout.from_name(self._layout, conditions.size(1), self.group.size())
+        return layout.shard(conditions, self._attention.rank, 1)
 
     def _in_block(
         self,
@@ -438,6 +459,21 @@ def _arguments(block: nn.Module) -> list[str]:
     parameters = inspect.signature(block.forward).parameters.values()
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return [parameter.name for parameter in parameters if parameter.kind not in several]
+
+
+def _required(transformer: nn.Module, name: str) -> nn.Module:
+    """Return a submodule that a plan names.
+
+    Raises:
+        ValueError: The transformer has no such module.
+    """
+    module = _submodule(transformer, name)
+    if module is None:
+        raise ValueError(
+            f"{type(transformer).__name__} must have a module {name!r}, but has none: pass another "
+            "plan"
+        )
+    return module
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:
