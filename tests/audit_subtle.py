@@ -61,8 +61,12 @@ def penalized(bug: str = "", layout_name: str = "contiguous") -> Any:
     penalty = 0.01 * torch.stack([x.square().sum() for x in model.parameters()]).sum()
     shares = Summed.apply(logits[..., :4].softmax(-1).sum((0, 1))) / (2 * SEQLEN)
     balance = shares.square().sum()
-    loss = loss + (penalty if bug == "penalty on each rank" else penalty / world_size)
-    loss = loss + (balance if bug == "balance on each rank" else balance / world_size)
+    if bug == "penalty on each rank":
+        loss = loss + penalty
+    elif bug == "balance on each rank":
+        loss = loss + balance
+    else:
+        loss = loss + (penalty + balance) / world_size
     return finished(model, loss)
 
 

@@ -107,6 +107,10 @@ def _kind(mapping: str, model_class: str) -> str:
 def candidates(architecture: Architecture, model: Any) -> Iterator[dict[str, Tensor]]:
     """Yield inputs of the whole sequence, of which the first ones that run are used."""
     names = inspect.signature(model.forward).parameters
+    if architecture.model_class == "LongformerForMultipleChoice":
+        ids = _with_three_ends(_ids(1, 2, SEQLEN), model.config.sep_token_id)
+        yield {"input_ids": ids}
+        return
     if architecture.model_class.endswith("ForMultipleChoice"):
         yield {"input_ids": _ids(1, 2, SEQLEN)}
         return
@@ -146,6 +150,13 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
+def _with_three_ends(ids: Tensor, end: int) -> Tensor:
+    """Ids with three separators: a question, and a text."""
+    ids = ids.masked_fill(ids == end, end + 1)
+    ids[..., [3, 9, -1]] = end
+    return ids
+
+
 def _given_by_class(
     architecture: Architecture, model: Any, of_text: dict[str, Tensor]
 ) -> Iterator[dict[str, Tensor]]:
@@ -154,11 +165,8 @@ def _given_by_class(
     size = getattr(getattr(config, "vision_config", config), "image_size", 28)
     size = size if isinstance(size, int) else size[0]
     match architecture.model_class:
-        case "LongformerForMultipleChoice" | "LongformerForQuestionAnswering":
-            ids = _ids(1, SEQLEN)
-            ids = ids.masked_fill(ids == config.sep_token_id, config.sep_token_id + 1)
-            ids[:, [3, 9, -1]] = config.sep_token_id
-            yield {"input_ids": ids[None] if "Choice" in architecture.model_class else ids}
+        case "LongformerForQuestionAnswering":
+            yield {"input_ids": _with_three_ends(_ids(1, SEQLEN), config.sep_token_id)}
         case "SplinterForPreTraining":
             ids = _ids(1, SEQLEN)
             ids[:, [5, 30]] = config.question_token_id
@@ -174,19 +182,17 @@ def _given_by_class(
         case "LightGlueForKeypointMatching" | "SuperGlueForKeypointMatching":
             yield {"pixel_values": _random(1, 2, 3, 64, 64)}
         case "EfficientLoFTRForKeypointMatching":
-            yield {"pixel_values": _random(1, 2, 3, 64, 64)}
+            yield {"pixel_values": _random(1, 2, 3, 128, 128)}
         case "SpeechT5ForTextToSpeech":
             yield {**of_text, "decoder_input_values": _random(1, 20, config.num_mel_bins)}
         case "GraniteSpeech5ForCTC":
-            yield {"input_features": _random(1, 40, config.encoder_config.input_dim)}
+            yield {"input_features": _random(1, 40, 320)}
         case "Nemotron3DiarizationForAudioFrameClassification":
             yield {"input_features": _random(1, 64, config.audio_config.num_mel_bins)}
         case "InstructBlipForConditionalGeneration" | "InstructBlipVideoForConditionalGeneration":
-            shape = (
-                (1, 2, 3, size, size) if "Video" in architecture.model_class else (1, 3, size, size)
-            )
+            frames = (2,) if "Video" in architecture.model_class else ()
             yield {
-                "pixel_values": _random(*shape),
+                "pixel_values": _random(1, *frames, 3, size, size),
                 "qformer_input_ids": _ids(1, 7),
                 "input_ids": _ids(1, SEQLEN),
             }
