@@ -72,10 +72,9 @@ OBSERVED: dict[Callable[..., object], str] = {
     Tensor.mean: "_mean",
     Tensor.sum: "_sum",
     torch.sum: "_sum",
-    torch.div: "_divide",
-    Tensor.div: "_divide",
-    Tensor.__truediv__: "_divide",
 }
+
+DIVISIONS = (torch.div, Tensor.div, Tensor.__truediv__)
 
 # Losses that are means by default, of an input and a target of the same shape.
 MEAN_LOSSES = (
@@ -510,6 +509,8 @@ class _Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in RANDOM:
             return self._random(func, *args, **kwargs)
+        if func in DIVISIONS:
+            return self._divide(func, *args, **kwargs)
         if func in MEAN_LOSSES:
             return self._mean_loss(func, *args, **kwargs)
         if func in FUNCTIONS:
@@ -636,19 +637,18 @@ class _Observer(TorchFunctionMode):
             mean = mean.nan_to_num()
         return value.to(mean) + (mean - mean.detach()) * factor
 
-    def _divide(self, dividend: Value, divisor: Value, **kwargs: Value) -> Tensor:
+    def _divide(
+        self, divide: Callable[..., Tensor], dividend: Value, *args: Value, **kwargs: Value
+    ) -> Tensor:
         """Record the division of a loss by a number; return its result, or another one's."""
         is_loss = type(dividend) is Tensor and dividend.requires_grad and dividend.ndim < 2
-        if kwargs or not is_loss or self._tokens() is None or _is_weight(divisor):
-            return torch.div(dividend, divisor, **kwargs)
-        place = _place()
-        if place is not None:
-            i = len(self.divisions)
-            self.divisions.append(Division(place, _whole(dividend), _whole(divisor).double()))
-            new = self.change.get(("divisor", i))
-            if new is not None:
-                return torch.div(dividend, new.to(dividend))
-        return torch.div(dividend, divisor)
+        is_plain = is_loss and len(args) == 1 and not kwargs and self._tokens() is not None
+        place = _place() if is_plain and _is_number(args[0]) else None
+        if place is None:
+            return divide(dividend, *args, **kwargs)
+        new = self.change.get(("divisor", len(self.divisions)))
+        self.divisions.append(Division(place, _whole(dividend), _whole(args[0]).double()))
+        return divide(dividend, args[0] if new is None else new.to(dividend))
 
     def _mixing(self, func: Callable[..., Value], *args: Value, **kwargs: Value) -> Value:
         """Call a function that may mix rows, on all rows or on the rows of each rank separately."""
@@ -902,11 +902,11 @@ def _states(module: nn.Module) -> Iterator[tuple[tuple[int, str], str, Tensor]]:
                 yield (id(part), name), f"{prefix}.{name}" if prefix else name, x
 
 
-def _is_weight(divisor: Value) -> bool:
-    """Return whether a divisor is no number, nor numbers of sequences, but something learned."""
-    if isinstance(divisor, Tensor):
-        return type(divisor) is not Tensor or divisor.requires_grad or divisor.ndim > 1
-    return not isinstance(divisor, int | float)
+def _is_number(divisor: Value) -> bool:
+    """Return whether a divisor is a number, or a number for each sequence, and not learned."""
+    if type(divisor) is Tensor:
+        return not divisor.requires_grad and divisor.ndim < 2
+    return isinstance(divisor, int | float)
 
 
 def _without_gradients_of_others(
