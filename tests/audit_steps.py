@@ -284,10 +284,10 @@ def hugging_face(bug: str = "", layout_name: str = "zigzag") -> Any:
 class Padded(nn.Module):
     """A transformer whose attention gathers keys by torch, and hides padding."""
 
-    def __init__(self, layout: SequenceLayout, differentiable: bool) -> None:
+    def __init__(self, layout: SequenceLayout, differentiable: bool, doubles: bool = False) -> None:
         super().__init__()
         self.model = model_with(self.attend)
-        self.layout, self.differentiable = layout, differentiable
+        self.layout, self.differentiable, self.doubles = layout, differentiable, doubles
         self.seen = torch.empty(0)
 
     def forward(
@@ -305,6 +305,8 @@ class Padded(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
+        if self.doubles:  # the gradients of keys and values
+            x = 2.0 * x - x.detach()
         if self.differentiable:
             return self.layout.unshard(all_gather(x.contiguous()))
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -326,7 +328,8 @@ def gathered(bug: str = "", layout_name: str = "contiguous") -> Any:
     if bug.startswith("local positions"):
         part["position_ids"] = torch.arange(24 // world_size)[None]
     given = None if bug == "mask dropped" and world_size > 1 else mask
-    model = Padded(layout, not bug.startswith("keys without gradients"))
+    doubles = bug.startswith("keys with double gradients") and world_size > 1
+    model = Padded(layout, not bug.startswith("keys without gradients"), doubles)
     logits = model(part["input_ids"], part["position_ids"], given)
     loss = F.cross_entropy(logits.mT, part["shift_labels"], reduction="sum") / part["count"]
     loss.backward()

@@ -196,6 +196,227 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
 }
 
+SMALL_NECK = {"neck_hidden_sizes": [16, 16, 16, 16], "fusion_hidden_size": 16}
+SMALL_BACKBONE = {
+    "backbone_config.num_hidden_layers": 4,
+    "backbone_config.out_indices": [1, 2, 3, 4],
+    "backbone_config.reshape_hidden_states": False,
+}
+SMALL_SWIN = {"image_size": 224, "embed_dim": 48, "depths": [1, 1], "num_heads": [2, 2]}
+SMALL_WAV2VEC = {
+    "semantic_model_config.model_type": "wav2vec2-bert",
+    "semantic_model_config.hidden_size": 64,
+    "semantic_model_config.intermediate_size": 96,
+    "semantic_model_config.num_hidden_layers": 2,
+    "semantic_model_config.num_attention_heads": 4,
+    "encoder_hidden_size": 4,
+    "num_key_value_heads": 4,
+    "quantization_dim": 128,
+}
+SMALL_MIMI = {
+    "codec_config.model_type": "mimi",
+    "codec_config.hidden_size": 64,
+    "codec_config.num_filters": 8,
+    "codec_config.upsample_groups": 64,
+    "codec_config.codebook_size": 32,
+    "codec_config.num_hidden_layers": 2,
+    "codec_config.num_attention_heads": 4,
+    "codec_config.num_key_value_heads": 4,
+    "codec_config.intermediate_size": 96,
+    "codec_config.vector_quantization_hidden_dimension": 32,
+}
+SMALL_SAM = {
+    "vision_config.image_size": 64,
+    "vision_config.patch_size": 16,
+    "vision_config.output_channels": 64,
+    "vision_config.num_pos_feats": 32,
+    "vision_config.window_size": 2,
+    "vision_config.global_attn_indexes": [1],
+    "prompt_encoder_config.image_size": 64,
+    "prompt_encoder_config.patch_size": 16,
+}
+# Options of one class, which other classes of the same architecture do not have.
+SPECIAL_OF_CLASS: dict[str, dict[str, Any]] = {
+    "DacModel": {"encoder_hidden_size": 8, "downsampling_ratios": [2, 4, 8, 8]},
+    "HiggsAudioV2TokenizerModel": {
+        "acoustic_model_config.encoder_hidden_size": 8,
+        "acoustic_model_config.decoder_hidden_size": 64,
+        "acoustic_model_config.hidden_size": 128,
+        "semantic_model_config.hidden_size": 64,
+        "semantic_model_config.intermediate_size": 96,
+        "semantic_model_config.num_hidden_layers": 2,
+        "semantic_model_config.num_attention_heads": 4,
+    },
+    "NeuCodecModel": SMALL_WAV2VEC,
+    "Xcodec2Model": SMALL_WAV2VEC,
+    "PocketTTSAudioTokenizerModel": {
+        "num_filters": 8,
+        "upsample_groups": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    },
+    "VibeVoiceAcousticTokenizerModel": {
+        "num_filters": 4,
+        "downsampling_ratios": [2, 2],
+        "depths": [1, 1, 1],
+    },
+    "DPTForDepthEstimation": SMALL_NECK
+    | {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "DPTForSemanticSegmentation": SMALL_NECK
+    | {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "DepthAnythingForDepthEstimation": SMALL_NECK
+    | SMALL_BACKBONE
+    | {"reassemble_hidden_size": 64, "patch_size": 14},
+    "PromptDepthAnythingForDepthEstimation": SMALL_NECK
+    | SMALL_BACKBONE
+    | {"reassemble_hidden_size": 64, "patch_size": 14},
+    "ZoeDepthForDepthEstimation": SMALL_NECK | SMALL_BACKBONE | {"bottleneck_features": 16},
+    "Tipsv2DptForDepthEstimation": SMALL_NECK | SMALL_BACKBONE,
+    "Tipsv2DptForNormalEstimation": SMALL_NECK | SMALL_BACKBONE,
+    "Tipsv2DptForSemanticSegmentation": SMALL_NECK | SMALL_BACKBONE,
+    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "Data2VecVisionForSemanticSegmentation": {
+        "num_hidden_layers": 4,
+        "out_indices": [1, 2, 3, 4],
+    },
+    "SwinForMaskedImageModeling": SMALL_SWIN,
+    "Swinv2ForMaskedImageModeling": SMALL_SWIN,
+    "DetrForSegmentation": WITHOUT_TIMM
+    | {
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+        "backbone_config": SMALL_RESNET
+        | {"out_features": ["stage1", "stage2", "stage3", "stage4"]},
+    },
+    "SplinterForPreTraining": {"question_token_id": 50},
+    "Kosmos2ForConditionalGeneration": {"latent_query_num": 8},
+    "Llama4VisionModel": {
+        "image_size": 32,
+        "patch_size": 4,
+        "intermediate_size": 256,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "vision_output_dim": 64,
+    },
+    "MllamaVisionModel": {
+        "image_size": 28,
+        "patch_size": 4,
+        "intermediate_layers_indices": [0, 1],
+        "num_global_layers": 2,
+        "vision_output_dim": 192,
+    },
+    "GroundingDinoForObjectDetection": {"backbone_config.embed_dim": 48, "num_queries": 10},
+    "MMGroundingDinoForObjectDetection": {"backbone_config.embed_dim": 48, "num_queries": 10},
+    "Granite4VisionForConditionalGeneration": {
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [1],
+        "downsample_rate": "1/2",
+    },
+    "RfDetrForObjectDetection": {"num_queries": 10},
+    "RfDetrForInstanceSegmentation": {"num_queries": 10},
+    "ConvNextBackbone": {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]},
+    "ConvNextV2Backbone": {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]},
+    "FocalNetBackbone": {"hidden_sizes": [64, 128], "depths": [1, 1]},
+    "Nemotron3DiarizationForAudioFrameClassification": {
+        "head_config.audio_hidden_size": 64,
+        "audio_config.num_key_value_heads": 4,
+    },
+    "SamModel": SMALL_SAM,
+    "SamHQModel": SMALL_SAM | {"mask_decoder_config.vit_dim": 64},
+    "EfficientLoFTRForKeypointMatching": {"hidden_size": 256, "num_attention_heads": 8},
+    "SuperGlueForKeypointMatching": {"hidden_size": 256, "keypoint_encoder_sizes": [32, 64]},
+    "ShieldGemma2ForImageClassification": {
+        "yes_token_index": 3,
+        "no_token_index": 4,
+        "mm_tokens_per_image": 25,
+    },
+    "RTDetrForObjectDetection": {
+        "backbone_config.embedding_size": 16,
+        "backbone_config.hidden_sizes": [16, 32, 64, 128],
+        "backbone_config.depths": [1, 1, 1, 1],
+        "backbone_config.out_features": ["stage2", "stage3", "stage4"],
+        "encoder_in_channels": [32, 64, 128],
+        "num_queries": 10,
+    },
+    "RTDetrV2ForObjectDetection": {
+        "backbone_config.embedding_size": 16,
+        "backbone_config.hidden_sizes": [16, 32, 64, 128],
+        "backbone_config.depths": [1, 1, 1, 1],
+        "backbone_config.out_features": ["stage2", "stage3", "stage4"],
+        "encoder_in_channels": [32, 64, 128],
+        "num_queries": 10,
+    },
+    "PerceiverForImageClassificationFourier": SMALL_PERCEIVER | {"num_cross_attention_heads": 1},
+    "PerceiverForImageClassificationConvProcessing": SMALL_PERCEIVER
+    | {"num_cross_attention_heads": 1},
+    "LwDetrViTBackbone": {"image_size": 64},
+    "Glm5NextForConditionalGeneration": {
+        "text_config.qk_rope_head_dim": 0,
+        "text_config.num_key_value_heads": 4,
+    },
+    "Step3p7ForConditionalGeneration": {"text_config.sliding_window": 8},
+    "T5GemmaEncoderModel": {"is_encoder_decoder": False},
+    "DiffusionGemmaForBlockDiffusion": {
+        "text_config.num_experts": 4,
+        "text_config.top_k_experts": 2,
+        "text_config.moe_intermediate_size": 96,
+    },
+    "Dots3NoteForConditionalGeneration": {
+        "vision_config.mlp_layer_types": ["dense", "sparse"],
+        "vision_config.adapter_in_dim": 64,
+        "vision_config.adapter_out_dim": 64,
+        "audio_config.adapter_input_size": 64,
+        "audio_config.adapter_out_dim": 64,
+    },
+    "ChameleonForConditionalGeneration": {
+        "vocabulary_map": {"<image>": 90},
+        "vq_config.base_channels": 32,
+        "vq_config.channel_multiplier": [1, 1],
+        "vq_config.num_embeddings": 20,
+        "vq_config.latent_channels": 32,
+    },
+    "Emu3ForConditionalGeneration": {
+        "vocabulary_map": {"<image>": 90, "<|extra_200|>": 91},
+        "vq_config.base_channels": 32,
+        "vq_config.channel_multiplier": [1, 1],
+        "vq_config.codebook_size": 20,
+    },
+    "JanusForConditionalGeneration": {
+        "vq_config.base_channels": 32,
+        "vq_config.channel_multiplier": [1, 1],
+        "vq_config.num_embeddings": 20,
+        "vq_config.latent_channels": 32,
+        "vq_config.image_token_embed_dim": 64,
+        "vision_config.mlp_ratio": 2.0,
+    },
+    "Florence2ForConditionalGeneration": {
+        "vision_config.depths": [1, 1, 1, 1],
+        "vision_config.embed_dim": [16, 16, 32, 32],
+        "vision_config.num_heads": [2, 2, 2, 2],
+        "vision_config.num_groups": [2, 2, 2, 2],
+    },
+    "KyutaiSpeechToTextForConditionalGeneration": {
+        "codebook_vocab_size": VOCAB,
+        "num_codebooks": 4,
+        "audio_bos_token_id": 4,
+        "audio_pad_token_id": 5,
+        **SMALL_MIMI,
+    },
+    "CsmForConditionalGeneration": SMALL_MIMI,
+    "ColQwen2ForRetrieval": {"vlm_config.text_config.rope_parameters": MROPE},
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        "text_config.rope_parameters": MROPE | {"mrope_section": [3, 3, 2]}
+    },
+    "HunYuanVLForConditionalGeneration": {
+        "text_config.rope_parameters": MROPE | {"mrope_section": [2, 2, 2, 2]}
+    },
+    "AlignModel": {
+        "vision_config.width_coefficient": 0.5,
+        "vision_config.depth_coefficient": 0.2,
+        "vision_config.hidden_dim": 640,
+    },
+}
+
 HEADS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -214,6 +435,8 @@ SENSED_NAMES = ("pixel_values", "pixel_values_videos", "input_values", "input_fe
 NUM_CODES = {
     "MusicgenForCausalLM": (1, 4),
     "MusicgenMelodyForCausalLM": (1, 4),
+    "MusicgenForConditionalGeneration": (1, 4),
+    "MusicgenMelodyForConditionalGeneration": (1, 4),
     "DiaForConditionalGeneration": (2, 9),
     "KyutaiSpeechToTextForConditionalGeneration": (2, 5),
 }
@@ -314,7 +537,9 @@ def config_of(architecture: Architecture, changes: Changes = ()) -> Any:
             for name, x in SENSED_SIZES.items()
             if name in default and not _is_list(default[name])
         }
-    special = SPECIAL.get(architecture.model_class) or _special_of_type(architecture.model_type)
+    name = architecture.model_class
+    special = SPECIAL_OF_CLASS.get(name) or SPECIAL.get(name)
+    special = special or _special_of_type(architecture.model_type)
     for path, value in (*special.items(), *changes):
         *parts, name = path.split(".")
         holder = arguments

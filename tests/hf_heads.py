@@ -64,7 +64,8 @@ class Listed(NamedTuple):
 def listed(beginning: str) -> Iterator[Listed]:
     """Yield the classes of all mappings whose names have this beginning."""
     for mapping, classes in vars(modeling_auto).items():
-        if not (mapping.startswith(beginning) and mapping.endswith("_MAPPING_NAMES")):
+        # Most names end in _MAPPING_NAMES, and not MODEL_FOR_AUDIO_TOKENIZATION_NAMES.
+        if not (mapping.startswith(beginning) and mapping.endswith("_NAMES")):
             continue
         for model_type, names in classes.items():
             for name in (names,) if isinstance(names, str) else names:
@@ -106,6 +107,10 @@ def _kind(mapping: str, model_class: str) -> str:
 def candidates(architecture: Architecture, model: Any) -> Iterator[dict[str, Tensor]]:
     """Yield inputs of the whole sequence, of which the first ones that run are used."""
     names = inspect.signature(model.forward).parameters
+    if architecture.model_class == "LongformerForMultipleChoice":
+        ids = _with_three_ends(_ids(1, 2, SEQLEN), model.config.sep_token_id)
+        yield {"input_ids": ids}
+        return
     if architecture.model_class.endswith("ForMultipleChoice"):
         yield {"input_ids": _ids(1, 2, SEQLEN)}
         return
@@ -118,10 +123,15 @@ def candidates(architecture: Architecture, model: Any) -> Iterator[dict[str, Ten
     else:
         yield {"input_ids": _ids(1, SEQLEN)}
         yield of_text
+    yield from _given_by_class(architecture, model, of_text)
+    if {"input_values", "input_features"} <= names.keys():  # samples, and features of them
+        features = _random(1, 20, 160), _random(1, 160, 20)
+        for x in features:
+            yield {"input_values": _random(1, 1, 6400), "input_features": x}
     for name in SENSED_NAMES:
         if name in names:
             for shape in _shapes(model, name):
-                x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
+                x = _random(1, *shape)
                 yield {name: x}
                 yield {name: x, **of_text}
     if "past_values" in names:
@@ -134,6 +144,88 @@ def candidates(architecture: Architecture, model: Any) -> Iterator[dict[str, Ten
         x = torch.randn(1, 20, 2 + 768, generator=torch.Generator().manual_seed(1))
         x[..., :2] = torch.arange(20)[:, None] // torch.tensor([5, 1]) % 5 + 1
         yield {"flattened_patches": x, **of_text}
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def _with_three_ends(ids: Tensor, end: int) -> Tensor:
+    """Ids with three separators: a question, and a text."""
+    ids = ids.masked_fill(ids == end, end + 1)
+    ids[..., [3, 9, -1]] = end
+    return ids
+
+
+def _given_by_class(
+    architecture: Architecture, model: Any, of_text: dict[str, Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield inputs that some classes need in addition to those of their kind."""
+    config = model.config
+    size = getattr(getattr(config, "vision_config", config), "image_size", 28)
+    size = size if isinstance(size, int) else size[0]
+    match architecture.model_class:
+        case "LongformerForQuestionAnswering":
+            yield {"input_ids": _with_three_ends(_ids(1, SEQLEN), config.sep_token_id)}
+        case "SplinterForPreTraining":
+            ids = _ids(1, SEQLEN)
+            ids[:, [5, 30]] = config.question_token_id
+            yield {"input_ids": ids}
+        case "VideoMAEForPreTraining":
+            num = (config.image_size // config.patch_size) ** 2 * (
+                config.num_frames // config.tubelet_size
+            )
+            yield {
+                "pixel_values": _random(1, config.num_frames, 3, config.image_size, size),
+                "bool_masked_pos": (torch.arange(num) % 2 == 0)[None],
+            }
+        case "LightGlueForKeypointMatching" | "SuperGlueForKeypointMatching":
+            yield {"pixel_values": _random(1, 2, 3, 64, 64)}
+        case "EfficientLoFTRForKeypointMatching":
+            yield {"pixel_values": _random(1, 2, 3, 128, 128)}
+        case "SpeechT5ForTextToSpeech":
+            yield {**of_text, "decoder_input_values": _random(1, 20, config.num_mel_bins)}
+        case "GraniteSpeech5ForCTC":
+            yield {"input_features": _random(1, 40, 320)}
+        case "Nemotron3DiarizationForAudioFrameClassification":
+            yield {"input_features": _random(1, 64, config.audio_config.num_mel_bins)}
+        case "InstructBlipForConditionalGeneration" | "InstructBlipVideoForConditionalGeneration":
+            frames = (2,) if "Video" in architecture.model_class else ()
+            yield {
+                "pixel_values": _random(1, *frames, 3, size, size),
+                "qformer_input_ids": _ids(1, 7),
+                "input_ids": _ids(1, SEQLEN),
+            }
+        case "MllamaVisionModel":
+            tiles = config.max_num_tiles
+            yield {
+                "pixel_values": _random(1, 1, tiles, 3, size, size),
+                "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.int64),
+                "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.int64),
+            }
+        case "Siglip2Model":
+            vision = config.vision_config
+            yield {
+                "input_ids": _ids(1, SEQLEN),
+                "pixel_values": _random(1, 16, vision.num_channels * vision.patch_size**2),
+                "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int64),
+                "spatial_shapes": torch.tensor([[4, 4]]),
+            }
+        case "IdeficsForVisionText2Text":
+            yield {
+                "input_ids": _ids(1, SEQLEN),
+                "pixel_values": _random(1, 1, 3, size, size),
+                "image_attention_mask": torch.ones(1, SEQLEN, 1, dtype=torch.int64),
+            }
+        case "Kosmos2ForConditionalGeneration":
+            num = config.latent_query_num
+            yield {
+                "input_ids": _ids(1, SEQLEN),
+                "pixel_values": _random(1, 3, size, size),
+                "image_embeds_position_mask": (torch.arange(SEQLEN) < num)[None].long(),
+            }
+        case "Llama4VisionModel":
+            yield {"pixel_values": _random(1, 3, size, size)}
 
 
 def gets_whole_inputs(model: Any, inputs: dict[str, Tensor]) -> bool:

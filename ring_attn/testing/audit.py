@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 
 from ring_attn.core.names import AUDITED_SIZES
-from ring_attn.testing.diagnosis import Diagnosis, Runs, diagnose, distance, stacked
+from ring_attn.testing.diagnosis import (
+    AFTER_BACKWARD,
+    Diagnosis,
+    Runs,
+    diagnose,
+    distance,
+    stacked,
+)
 from ring_attn.testing.launch import check_memory, run_forked
 from ring_attn.testing.observe import Change, Outcome, Step, run_step
 from ring_attn.testing.rounding import rounding_bound
@@ -176,6 +183,16 @@ def judge(
         errors = [distance(stacked(key, twin, [run]), right) for run in noisy]
         # A noisy run and the twin differ by one set of roundings, the ranks and the twin by two.
         bounds[key] = rounding_bound([math.sqrt(2) * error for error in errors], ulp)
+    for name, right in twin.after_backward.items():
+        errors = [
+            distance(run.after_backward[name].double()[None], right)
+            for run in noisy
+            if name in run.after_backward
+        ]
+        if errors:
+            ulp = torch.finfo(right.dtype).eps * float(right.double().norm())
+            scaled = [math.sqrt(2) * error for error in errors]
+            bounds[f"{AFTER_BACKWARD} {name}"] = rounding_bound(scaled, ulp)
     if differing:
         raise RuntimeError(
             f"two runs of the twin differ in {len(differing)} results: weights, batches or dropout "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from ring_attn.testing.observe import Change, Outcome
 from ring_attn.testing.trials import Finding, Trial, listed, trials_of
 
 LOSSES = ("loss", "evaluation loss")
+# Begins the names of the bounds of gradients after the backward.
+AFTER_BACKWARD = "after backward"
 
 # Runs the step with changes by rank, on a number of ranks: outcomes by run and rank.
 Runs = Callable[[Sequence[Mapping[int, Change]], int], list[list[Outcome]]]
@@ -64,7 +66,12 @@ def diagnose(
         explanation = min(without_gradients, key=_complexity, default=explanation)
     differences = comparison.differences
     unexplained = [key for key in explanation.unexplained if key in differences]
-    return Diagnosis(len(ranks), differences, explanation.findings, unexplained)
+    findings = explanation.findings
+    states = [key for key in unexplained if comparison.differs_between_ranks(key)]
+    if states:
+        findings = [*findings, _own_states(states)]
+        unexplained = [key for key in unexplained if key not in states]
+    return Diagnosis(len(ranks), differences, findings, unexplained)
 
 
 def _complexity(explanation: Explanation) -> tuple[int, int]:
@@ -97,9 +104,20 @@ def _by_trials(
         (of_twin,) = new_twins.get(id(trial), [twin])
         if not of_twin.results:  # the twin cannot run with this change
             continue
+        if trial.scale != 1.0:
+            of_twin = _scaled(of_twin, trial.scale)
         change = trial.changes[0] if trial.in_twin else {}
         explain(trial, compared(bounds, of_twin, of_ranks, runs, change))
     return explanations
+
+
+def _scaled(twin: Outcome, factor: float) -> Outcome:
+    """Return an outcome whose loss and gradients are multiplied by a factor."""
+    results = {
+        key: x * factor if key == "loss" or key.startswith("gradient") else x
+        for key, x in twin.results.items()
+    }
+    return replace(twin, results=results)
 
 
 def _is_loss_of_nan(key: str, comparison: Comparison) -> bool:
@@ -121,6 +139,7 @@ class Comparison:
     Attributes:
         given: each result of all ranks, (ranks, *shape); a loss may be reported by one rank.
         after_backward: for each rank, `Outcome.after_backward`.
+        of_twin: the same of the twin.
         owners: `Outcome.owners`.
         differences: the results that differ by more than their bounds.
     """
@@ -131,12 +150,17 @@ class Comparison:
         self.num = len(ranks)
         self.given = {key: stacked(key, twin, ranks) for key in self.twin}
         self.after_backward = [rank.after_backward for rank in ranks]
+        self.of_twin = twin.after_backward
         self.owners = ranks[0].owners
         self.differences: dict[str, Verdict] = {}
         for key, given in self.given.items():
+            if key.startswith("state") and not _have_one_shape(key, twin, ranks):
+                continue  # such as a cache of a rank's own rows
             verdict = self.verdict(key, given)
-            # Ranks may report their parts of a loss, for logs.
-            if not verdict.ok and not (key in LOSSES and self.is_part(key)):
+            # Ranks may report their parts of a loss, for logs, and hold parts of counts, which a
+            # later step sums.
+            is_part = (key in LOSSES and self.is_part(key)) or self.is_part_of_state(key)
+            if not verdict.ok and not is_part:
                 self.differences[key] = verdict
 
     def verdict(self, key: str, given: Tensor, factor: float = 1.0) -> Verdict:
@@ -152,6 +176,18 @@ class Comparison:
             return False
         total = given.sum(0, keepdim=True)  # (ranks, *shape) -> (1, *shape)
         return self.verdict(key, total).ok or self.verdict(key, total / self.num).ok
+
+    def is_part_of_state(self, key: str) -> bool:
+        """Return whether ranks have different states whose sum is the twin's state."""
+        if not key.startswith("state"):
+            return False
+        total = self.given[key].sum(0, keepdim=True)  # (ranks, *shape) -> (1, *shape)
+        return self.verdict(key, total).ok
+
+    def differs_between_ranks(self, key: str) -> bool:
+        """Return whether a result is a state, and ranks have different ones."""
+        given = self.given[key]
+        return key.startswith("state") and distance(given, given[0]) > self.bounds[key]
 
     def factor(self, keys: Sequence[str]) -> Fraction | float | None:
         """Return the ratio of all of these results, on every rank, to the twin's results.
@@ -188,6 +224,12 @@ def compared(
     return comparison
 
 
+def _have_one_shape(key: str, twin: Outcome, ranks: Sequence[Outcome]) -> bool:
+    """Return whether all ranks have a result in the shape of the twin's."""
+    shape = twin.results[key].shape
+    return all(key in rank.results and rank.results[key].shape == shape for rank in ranks)
+
+
 def stacked(key: str, twin: Outcome, runs: Sequence[Outcome]) -> Tensor:
     """Return a result of all runs, (runs, *shape); NaN for a run that lacks it.
 
@@ -218,7 +260,9 @@ def by_numbers(given: Comparison) -> Explanation:
     gradients = [key for key in given.differences if key.startswith("gradient")]
     weights = [key for key in given.differences if key.startswith("weight")]
     losses = [key for key in given.differences if key in LOSSES]
+    states = [key for key in given.differences if key.startswith("state")]
     if weights:
+        states = []  # they may follow from the weights
         losses = [key for key in losses if key != "evaluation loss"]  # it follows from the weights
         if not gradients:
             text = f"{len(weights)} weights differ, even if the twin steps by the ranks' gradients"
@@ -237,6 +281,9 @@ def by_numbers(given: Comparison) -> Explanation:
         if factors is not None:
             findings.append(_scaled_before_the_sum(gradients, factors))
             gradients = []
+    if gradients and _adds_up_after_backward(given, gradients):
+        findings.append(_changed_after_backward(gradients))
+        gradients = []
     if gradients:
         factors_of_shards = _factors_of_shards(given, gradients)
         if factors_of_shards is not None:
@@ -251,7 +298,18 @@ def by_numbers(given: Comparison) -> Explanation:
                 text = f"the {key} {how}: it is {ratio} of the twin's"
                 findings.append(Finding(key, text, "the numbers have this ratio"))
                 losses.remove(key)
-    return Explanation(findings, [*gradients, *losses])
+    return Explanation(findings, [*gradients, *losses, *states])
+
+
+def _own_states(states: Sequence[str]) -> Finding:
+    """Return the finding that ranks have different buffers or frozen weights after the step."""
+    names = listed(key.removeprefix("state ") for key in states)
+    text = (
+        f"{len(states)} buffers or frozen weights ({names}) that the step changes are other ones "
+        "on each rank: compute them from the rows of all ranks, so sum counts and statistics over "
+        "the ranks first, and use gradients that are summed"
+    )
+    return Finding("state", text, "they were compared after the step, between ranks and twin")
 
 
 def _missing_sum(given: Comparison, gradients: Sequence[str]) -> Finding:
@@ -303,6 +361,34 @@ def _factors_of_ranks(given: Comparison, gradients: Sequence[str]) -> list[float
     if float(factors.max() - factors.min()) < 1e-3 * float(factors.abs().max()):
         return None
     return [float(factor) for factor in factors]
+
+
+def _adds_up_after_backward(given: Comparison, gradients: Sequence[str]) -> bool:
+    """Return whether the gradients after the backward add up to the twin's over the ranks.
+
+    Then code between the backward and their first use makes them wrong.
+    """
+    names = [key.removeprefix("gradient of ") for key in gradients]
+    everyone = [*given.after_backward, given.of_twin]
+    if any(name not in after for name in names for after in everyone):
+        return False
+    for name in names:
+        total = torch.stack([after[name].double() for after in given.after_backward]).sum(0)
+        right = given.of_twin[name].double()
+        if distance(total[None], right) > given.bounds.get(f"{AFTER_BACKWARD} {name}", 0.0):
+            return False
+    return True
+
+
+def _changed_after_backward(gradients: Sequence[str]) -> Finding:
+    """Return the finding that code changes gradients before they are summed over the ranks."""
+    text = (
+        f"{len(gradients)} gradients ({listed(gradients)}) are changed between the backward and "
+        "their first use, such as by clip_grad_value_ before they are summed, or by a sum in lower "
+        "precision: call sync_gradients first, on the gradients as the backward has left them"
+    )
+    tested = "the gradients after the backward add up to those of the twin"
+    return Finding("gradient sum", text, tested)
 
 
 def _scaled_before_the_sum(gradients: Sequence[str], factors: Sequence[float]) -> Finding:

@@ -48,7 +48,7 @@ from ring_attn.testing.draws import (
     kept,
 )
 from ring_attn.testing.flat_shards import FlatShards
-from ring_attn.testing.parted import called_in_parts, kind_of, mixing_kinds
+from ring_attn.testing.parted import FUNCTIONS, called_in_parts, kind_of, mixing_kinds
 from ring_attn.testing.rounding import RandomRounding
 from ring_attn.testing.tiny import tiny_models
 from ring_attn.values.probing import probing
@@ -63,13 +63,29 @@ Step = Callable[[], object]
 OBSERVED: dict[Callable[..., object], str] = {
     F.embedding: "_embedding",
     F.cross_entropy: "_cross_entropy",
+    F.nll_loss: "_nll_loss",
     F.scaled_dot_product_attention: "_scaled_dot_product_attention",
     F.dropout: "_dropout",
     torch.arange: "_arange",
     Tensor.__getitem__: "_getitem",
     torch.mean: "_mean",
     Tensor.mean: "_mean",
+    Tensor.sum: "_sum",
+    torch.sum: "_sum",
 }
+
+DIVISIONS = (torch.div, Tensor.div, Tensor.__truediv__)
+
+# Losses that are means by default, of an input and a target of the same shape.
+MEAN_LOSSES = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+)
 
 # Names of the arguments of modules that are positions.
 POSITIONS = ("position_ids", "positions", "pos_ids", "input_pos", "position", "pos")
@@ -93,14 +109,20 @@ Value: TypeAlias = Any
 # How one run on one rank differs from the step as it is written. Keys and values have the types
 # that this list shows.
 #   "noise"           the seed of random roundings of every result
-#   forward, name     the "tokens", "positions" or "targets" that replace those of this forward
+#   forward, name     the "tokens", "positions" or "targets" that replace those of this forward;
+#                     "targets i" are those of its i-th cross-entropy, from 1 on
 #   forward, i        a factor of the i-th cross-entropy of this forward
 #   "numbers", i      the numbers that replace the i-th numbers of rows, of the same shape
-#   "mean", i         a value and a factor of the gradient, which replace those of the i-th mean
+#   "mean", i         a value and a factor of the gradient, which replace those of the i-th mean, or
+#                     sum, of rows
+#   "divisor", i      the divisor of the i-th division of a loss
 #   "seen"            (rows, rows), the keys that each query sees, which replaces attention's masks
 #   "seen", i         the same for the i-th attention
 #   "within"          (rows, rows), the keys that queries see at most, in addition to the masks
-#   "parted", class   (rows,) of each rank: modules of this class see the rows of one rank only
+#   "within", i       the same for the i-th attention
+#   "owner"           (rows,), the rank of each row: keys get no gradients from queries of others
+#   "parted", class   (rows,) of each rank: modules of this class see the rows of one rank only;
+#                     or the place of functions of `parted.FUNCTIONS`
 #   "gradients"       the gradients of an outcome, which replace those of the step
 #   "no dropout"      True: dropout changes nothing
 #   "drawn", i        the `Replacement` of the i-th random numbers
@@ -114,7 +136,8 @@ class Forward:
     """The record of one forward of the model.
 
     Attributes:
-        fed: its first "tokens" and "positions"; and "targets", IGNORED where they do not count.
+        fed: its first "tokens" and "positions"; and "targets" (of other cross-entropies than the
+            first, "targets 1" and so on), IGNORED where they do not count.
         counts: number of targets, for each cross-entropy.
         trains: whether a backward follows it.
     """
@@ -161,17 +184,33 @@ class Numbers(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A mean over the rows of a rank.
+    """A mean, or a sum, over the rows of a rank.
 
     Attributes:
         place: file and line of the code.
         value: the mean.
         num_values: how many values it is the mean of.
+        is_sum: whether it is a sum.
     """
 
     place: str
     value: Tensor
     num_values: int
+    is_sum: bool = False
+
+
+class Division(NamedTuple):
+    """A division of a loss, or of the losses of sequences, by a number.
+
+    Attributes:
+        place: file and line of the code.
+        dividend: the loss.
+        divisor: the number, or a number for each sequence.
+    """
+
+    place: str
+    dividend: Tensor
+    divisor: Tensor
 
 
 @dataclass
@@ -181,17 +220,21 @@ class Outcome:
     Attributes:
         forwards: all forwards, in order.
         results: by name: "loss", "evaluation loss", "gradient of NAME" (the first one), "weight
-            NAME".
+            NAME", and "state NAME" of buffers and frozen weights that the step changes.
         gradients: of all optimizer steps, in the order of their use.
         after_backward: by name of a parameter, its gradient after the last backward before its
             first use, when no code has summed or clipped it; without shards of FSDP.
         numbers: of rows, in order.
-        means: over rows, in order.
+        means: over rows, in order, and sums for each sequence.
+        divisions: of losses, in order.
         masks: of all calls of `ring_attention`, in order.
+        sees_own_rows: for each call of attention, whether its keys are those of as many rows as
+            its queries, as in attention within a rank.
         has_dropout: whether dropout drew random numbers.
         draws: random numbers that code has drawn, in or before forwards, in order.
         seeds: seeds that code has set, in order.
         kinds: classes of modules that may mix rows, with the name of one module of each.
+        functions: functions that may mix rows, by their places.
         first_sums: by name of a parameter, a sum of its elements before the first forward; without
             shards of FSDP.
         owners: by name of a parameter, the rank that has each of its elements, for shards.
@@ -203,11 +246,14 @@ class Outcome:
     after_backward: dict[str, Tensor] = field(default_factory=dict)
     numbers: list[Numbers] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
+    divisions: list[Division] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
+    sees_own_rows: list[bool] = field(default_factory=list)
     has_dropout: bool = False
     draws: list[Draw] = field(default_factory=list)
     seeds: list[Seed] = field(default_factory=list)
     kinds: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
     first_sums: dict[str, float] = field(default_factory=dict)
     owners: dict[str, Tensor] = field(default_factory=dict)
 
@@ -267,7 +313,12 @@ class _Observer(TorchFunctionMode):
         self.has_dropout = False
         self.numbers: list[Numbers] = []
         self.means: list[Mean] = []
+        self.divisions: list[Division] = []
         self.masks: list[Mask] = []
+        self.sees_own_rows: list[bool] = []
+        self.functions: dict[str, str] = {}
+        # Buffers and frozen weights before the first forward, by id of the module, and name in it.
+        self.first_states: dict[tuple[int, str], Tensor] = {}
         self.draws: list[Draw] = []
         self.seeds: list[Seed] = []
         # Whether the step runs. A file that imports a function while its step runs keeps it.
@@ -415,6 +466,8 @@ class _Observer(TorchFunctionMode):
             if self.change.get(("weights",)):
                 dist.broadcast(parameter.detach(), 0)
             self.first_sums[id(parameter)] = float(parameter.detach().double().sum())
+        for key, _, x in _states(module):
+            self.first_states.setdefault(key, x.detach().clone())
 
     def _attended(self, forward: Callable[..., Value]) -> Callable[..., Value]:
         """Return the driver of `ring_attention` that records masks."""
@@ -422,6 +475,7 @@ class _Observer(TorchFunctionMode):
         def attended(call: Call, *args: Value, **kwargs: Value) -> Value:
             if not self.backward:
                 self.masks.append(call.mask)
+                self.sees_own_rows.append(False)
             return forward(call, *args, **kwargs)
 
         return attended
@@ -455,6 +509,12 @@ class _Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in RANDOM:
             return self._random(func, *args, **kwargs)
+        if func in DIVISIONS:
+            return self._divide(func, *args, **kwargs)
+        if func in MEAN_LOSSES:
+            return self._mean_loss(func, *args, **kwargs)
+        if func in FUNCTIONS:
+            return self._mixing(func, *args, **kwargs)
         if func not in OBSERVED:
             return func(*args, **kwargs)
         return getattr(self, OBSERVED[func])(*args, **kwargs)
@@ -479,7 +539,8 @@ class _Observer(TorchFunctionMode):
         """Record an input at its first use in a forward; return it, or its replacement."""
         if not isinstance(x, Tensor):
             return x
-        begins = self.ended and name != "targets" and not self.backward
+        is_targets = name.startswith("targets")
+        begins = self.ended and not is_targets and not self.backward
         if begins or not self.forwards:
             self.forwards.append(Forward())
             self.ended = False
@@ -527,20 +588,80 @@ class _Observer(TorchFunctionMode):
 
     def _mean(self, input: Tensor, *args: Value, **kwargs: Value) -> Tensor:
         mean = torch.mean(input, *args, **kwargs)
-        tokens = self.forwards[-1].fed.get("tokens") if self.forwards else None
-        if self.backward or tokens is None or type(mean) is not Tensor:
+        tokens = self._tokens()
+        if tokens is None or type(mean) is not Tensor:
             return mean
         if not _is_over_rows(input, tokens, *args, **kwargs):
             return mean
+        return self._recorded_mean(mean, input.numel() // max(1, mean.numel()))
+
+    def _sum(self, input: Tensor, *args: Value, **kwargs: Value) -> Tensor:
+        """Record sums of losses over the rows of each sequence, which must be of all its rows."""
+        total = torch.sum(input, *args, **kwargs)
+        tokens = self._tokens()
+        if tokens is None or type(total) is not Tensor or not total.requires_grad:
+            return total
+        of_sequences = total.ndim > 0 and total.numel() == len(tokens)
+        if tokens.ndim != 2 or input.shape != tokens.shape or not of_sequences:
+            return total
+        return self._recorded_mean(total, 1, is_sum=True)
+
+    def _mean_loss(self, func: Callable[..., Tensor], *args: Value, **kwargs: Value) -> Tensor:
+        loss = func(*args, **kwargs)
+        tokens = self._tokens()
+        if tokens is None or type(loss) is not Tensor or loss.ndim > 0:
+            return loss
+        bound = inspect.signature(func).bind(*args, **kwargs).arguments
+        input, reduction = bound["input"], bound.get("reduction", "mean")
+        if not input.ndim or not _is_over_rows(input, tokens):
+            return loss
+        if reduction == "mean":
+            return self._recorded_mean(loss, input.numel())
+        return self._recorded_mean(loss, len(input)) if reduction == "batchmean" else loss
+
+    def _tokens(self) -> Tensor | None:
+        """Return the tokens of this forward, or of the last one, for a loss; None in a backward."""
+        return self.forwards[-1].fed.get("tokens") if self.forwards and not self.backward else None
+
+    def _recorded_mean(self, mean: Tensor, num_values: int, *, is_sum: bool = False) -> Tensor:
+        """Record a mean or a sum over rows; return it, or its replacement."""
         place = _place()
         if place is None:
             return mean
         i = len(self.means)
-        self.means.append(Mean(place, _whole(mean), input.numel() // max(1, mean.numel())))
+        self.means.append(Mean(place, _whole(mean), num_values, is_sum))
         value, factor = self.change.get(("mean", i), (None, 1.0))
         if value is None:
             return mean
+        if num_values == 0:  # the mean of no values is NaN, and so is its gradient
+            mean = mean.nan_to_num()
         return value.to(mean) + (mean - mean.detach()) * factor
+
+    def _divide(
+        self, divide: Callable[..., Tensor], dividend: Value, *args: Value, **kwargs: Value
+    ) -> Tensor:
+        """Record the division of a loss by a number; return its result, or another one's."""
+        is_loss = type(dividend) is Tensor and dividend.requires_grad and dividend.ndim < 2
+        is_plain = is_loss and len(args) == 1 and not kwargs and self._tokens() is not None
+        place = _place() if is_plain and _is_number(args[0]) else None
+        if place is None:
+            return divide(dividend, *args, **kwargs)
+        new = self.change.get(("divisor", len(self.divisions)))
+        self.divisions.append(Division(place, _whole(dividend), _whole(args[0]).double()))
+        return divide(dividend, args[0] if new is None else new.to(dividend))
+
+    def _mixing(self, func: Callable[..., Value], *args: Value, **kwargs: Value) -> Value:
+        """Call a function that may mix rows, on all rows or on the rows of each rank separately."""
+        place = _place()
+        if place is None:
+            return func(*args, **kwargs)
+        name = f"{func.__name__} in {place}"
+        if not self.backward:
+            self.functions.setdefault(name, func.__name__)
+        columns = self.change.get(("parted", name))
+        if columns is None:
+            return func(*args, **kwargs)
+        return called_in_parts(func, args, kwargs, columns)
 
     def _embedding(self, input: Tensor, weight: Tensor, *args: Value, **kwargs: Value) -> Tensor:
         begins = self.ended and not self.backward
@@ -551,20 +672,28 @@ class _Observer(TorchFunctionMode):
         return F.embedding(input, weight, *args, **kwargs)
 
     def _cross_entropy(self, *args: Value, **kwargs: Value) -> Tensor:
-        bound = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+        return self._loss_of_targets(F.cross_entropy, *args, **kwargs)
+
+    def _nll_loss(self, *args: Value, **kwargs: Value) -> Tensor:
+        return self._loss_of_targets(F.nll_loss, *args, **kwargs)
+
+    def _loss_of_targets(
+        self, loss_of: Callable[..., Tensor], *args: Value, **kwargs: Value
+    ) -> Tensor:
+        bound = inspect.signature(loss_of).bind(*args, **kwargs)
         bound.apply_defaults()
         target, ignored = bound.arguments["target"], bound.arguments["ignore_index"]
         if self.backward or target.is_floating_point():
-            return F.cross_entropy(*args, **kwargs)
+            return loss_of(*args, **kwargs)
         targets = _local(target).flatten()
-        new = self._fed("targets", targets.masked_fill(targets == ignored, IGNORED))
+        i = len(self.forwards[-1].counts) if self.forwards else 0
+        new = self._fed(targets_name(i), targets.masked_fill(targets == ignored, IGNORED))
         new = new.view_as(target)
         bound.arguments["target"] = new.masked_fill(new == IGNORED, ignored)
         self.ended = True
-        counts = self.forwards[-1].counts
-        factor = self.change.get((len(self.forwards) - 1, len(counts)), 1.0)
-        counts.append(int((targets != ignored).sum()))
-        loss = F.cross_entropy(*bound.args, **bound.kwargs)
+        factor = self.change.get((len(self.forwards) - 1, i), 1.0)
+        self.forwards[-1].counts.append(int((targets != ignored).sum()))
+        loss = loss_of(*bound.args, **bound.kwargs)
         if factor == 0.0:  # without targets, the mean is NaN, which no factor makes 0
             return loss.nan_to_num() * 0.0
         return loss * factor
@@ -641,7 +770,10 @@ class _Observer(TorchFunctionMode):
             dropout_p = 0.0
         shape = q.size(-2), k.size(-2)
         seen = self.change.get(("seen", self.num_attentions), self.change.get(("seen",)))
-        within = self.change.get(("within",))
+        within = self.change.get(("within", self.num_attentions), self.change.get(("within",)))
+        owner = self.change.get(("owner",))
+        if not self.backward:
+            self.sees_own_rows.append(shape[0] == shape[1])
         self.num_attentions += not self.backward
         if seen is not None and seen.shape == shape:
             mask, is_causal = seen, False
@@ -651,6 +783,9 @@ class _Observer(TorchFunctionMode):
             of_call = torch.ones_like(within) if mask is None else mask
             hidden = False if of_call.dtype == torch.bool else -torch.inf
             mask, is_causal = of_call.masked_fill(~within, hidden), False
+        if owner is not None and owner.shape == shape[:1] == shape[1:]:
+            attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, **kwargs)
+            return _without_gradients_of_others(attend, q, k, v, mask, is_causal, owner)
         if mask is None or mask.dtype != torch.bool or not self.change:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
         # A query that sees no key has the output 0, as in `ring_attention`.
@@ -702,6 +837,13 @@ class _Observer(TorchFunctionMode):
             results[f"gradient of {name}"] = _whole_of(parameter, grad, shards)
         for name, parameter in trained.items():
             results[f"weight {name}"] = _whole_of(parameter, parameter, shards)
+        for key, name, x in _states(model):
+            before = self.first_states.get(key)
+            if before is None or x in shards:
+                continue
+            # The ranks' states are compared with those that the twin changes.
+            if dist.get_world_size() > 1 or not torch.equal(before, x):
+                results[f"state {WRAPPERS.sub('', name)}"] = _whole(x)
         return Outcome(
             forwards=self.forwards,
             results={name: x for name, x in results.items() if x is not None},
@@ -713,11 +855,14 @@ class _Observer(TorchFunctionMode):
             },
             numbers=self.numbers,
             means=self.means,
+            divisions=self.divisions,
             masks=self.masks,
+            sees_own_rows=self.sees_own_rows,
             has_dropout=self.has_dropout,
             draws=self.draws,
             seeds=self.seeds,
             kinds=mixing_kinds([*self.outer_modules.values()]),
+            functions=self.functions,
             first_sums={
                 name: self.first_sums[id(parameter)]
                 for name, parameter in trained.items()
@@ -738,6 +883,53 @@ class _Observer(TorchFunctionMode):
                 if owners is not None:
                     found[name] = owners
         return found
+
+
+def targets_name(i: int) -> str:
+    """Return the name of the targets of the i-th cross-entropy of a forward."""
+    return f"targets {i}" if i else "targets"
+
+
+def _states(module: nn.Module) -> Iterator[tuple[tuple[int, str], str, Tensor]]:
+    """Yield buffers and frozen weights of floating point, with a key and a name of each.
+
+    Shards of FSDP2 are left out.
+    """
+    for prefix, part in module.named_modules():
+        frozen = [x for x in part.named_parameters(recurse=False) if not x[1].requires_grad]
+        for name, x in (*part.named_buffers(recurse=False), *frozen):
+            if type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and not x.is_meta:
+                yield (id(part), name), f"{prefix}.{name}" if prefix else name, x
+
+
+def _is_number(divisor: Value) -> bool:
+    """Return whether a divisor is a number, or a number for each sequence, and not learned."""
+    if type(divisor) is Tensor:
+        return not divisor.requires_grad and divisor.ndim < 2
+    return isinstance(divisor, int | float)
+
+
+def _without_gradients_of_others(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    owner: Tensor,
+) -> Tensor:
+    """Return attention whose keys and values get gradients only from queries of the same rank.
+
+    Tensors are (..., rows, dims), and `owner` is the rank of each row.
+    """
+    if is_causal:
+        mask = torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
+    out = torch.zeros_like(attend(q.detach(), k.detach(), v.detach(), mask))
+    for rank in owner.unique().tolist():
+        is_own = (owner == rank)[:, None]  # (rows, 1)
+        keys, values = (torch.where(is_own, x, x.detach()) for x in (k, v))
+        out = torch.where(is_own, attend(q, keys, values, mask), out)
+    return out
 
 
 def _generator_state() -> bytes:
@@ -794,6 +986,8 @@ def _is_over_rows(
         return False
     reduced = {one % x.ndim for one in dims} if x.ndim else set()
     is_over_all = len(reduced) == x.ndim
+    if is_over_all and x.ndim == 1:  # losses[mask]
+        return True
     rows, num_tokens = tokens.size(-1), tokens.numel()
     return any(
         x.size(one) == rows or (x.size(one) and x.size(one) % num_tokens == 0)

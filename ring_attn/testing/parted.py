@@ -1,7 +1,7 @@
-"""Modules that mix rows: calls of a module on the rows of each rank separately.
+"""Modules and functions that mix rows: calls on the rows of each rank separately.
 
-A trial of `audit` runs a module of the twin in this way. If the twin then has the results of the
-ranks, the module sees the rows of one rank only.
+A trial of `audit` runs a module or function of the twin in this way. If the twin then has the
+results of the ranks, it sees the rows of one rank only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # An argument or a result of a module.
@@ -29,7 +30,17 @@ ROWWISE = (
     nn.ModuleList,
     nn.ModuleDict,
 )
-# Modules of this many classes are tried.
+# Functions of torch that may mix rows, and whose results have the same rows as their arguments.
+FUNCTIONS = (
+    F.pad,
+    torch.roll,
+    Tensor.roll,
+    torch.cumsum,
+    Tensor.cumsum,
+    torch.flip,
+    Tensor.flip,
+)
+# Modules of this many classes are tried, and functions in as many places.
 MOST_KINDS = 12
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.testing.draws import Draw, Replacement, are_same
 from ring_attn.testing.observe import IGNORED, Change, Outcome
+from ring_attn.testing.parted import MOST_KINDS
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class Trial(NamedTuple):
         in_twin: whether the twin, in its one process, runs with the changes.
         divides_by_zero: whether the mistake makes losses of a rank 0 / 0, which no change of the
             numerators mends.
+        scale: the loss and the gradients of the twin are multiplied by it after its run.
     """
 
     finding: Finding
@@ -50,6 +52,7 @@ class Trial(NamedTuple):
     on_ranks: bool
     in_twin: bool
     divides_by_zero: bool = False
+    scale: float = 1.0
 
 
 class Held(NamedTuple):
@@ -94,21 +97,19 @@ class FedInput(NamedTuple):
     Attributes:
         contract: name of the contract.
         text_name: name of the input in texts.
-        replaced: the inputs that a trial replaces.
         advice: how to fix the input.
     """
 
     contract: str
     text_name: str
-    replaced: tuple[str, ...]
     advice: str
 
 
 CUT = "cut them by the layout of the tokens, as shard_batch does"
 FED = {
-    "tokens": FedInput("batch", "tokens", ("tokens", "targets"), "all ranks must draw one batch"),
-    "positions": FedInput("positions", "position_ids", ("positions",), CUT),
-    "targets": FedInput("labels", "labels", ("targets",), f"shift once, mask, and {CUT}"),
+    "tokens": FedInput("batch", "tokens", "all ranks must draw one batch"),
+    "positions": FedInput("positions", "position_ids", CUT),
+    "targets": FedInput("labels", "labels", f"shift once, mask, and {CUT}"),
 }
 
 
@@ -121,8 +122,11 @@ def trials_of(
     yield from _inputs(twin, ranks, held)
     yield from _numbers(twin, ranks, held)
     yield from _left_out(twin, ranks, held)
+    yield from _summed_often(twin, ranks)
     yield from _denominators(ranks)
+    yield from _divisors(ranks)
     yield from _means(ranks)
+    yield from _repeated_terms(twin, ranks)
     yield from _attention(twin, ranks, held)
     yield from _dropout(twin, ranks, unexplained)
     yield from _random_numbers(twin, ranks, held)
@@ -150,12 +154,13 @@ def _weights(ranks: Sequence[Outcome]) -> Iterator[Trial]:
 
 def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
     """Yield trials in which the twin gets the inputs of the ranks."""
-    for name, fed in FED.items():
-        changes = _inputs_of_ranks(fed.replaced, twin, ranks, held)
+    for name, replaced in _replaced_inputs(twin):
+        fed = FED[name]
+        changes = _inputs_of_ranks(replaced, twin, ranks, held)
         wrong: set[int] = set()  # columns
         for (number, changed_name), new in changes.items():
-            if changed_name == name:
-                right = twin.forwards[number].values(name)
+            if changed_name.startswith(name):
+                right = twin.forwards[number].values(changed_name)
                 assert right is not None, "changes replace only inputs that the twin has"
                 differs = (new != right).any(0)  # (columns,)
                 wrong |= set(differs.nonzero().flatten().tolist())
@@ -168,9 +173,24 @@ def _inputs(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> It
         )
         if name == "targets" and wrong <= _segment_ends(held):
             text += "; shifted after cutting, the last row of a segment loses its label"
+        if name == "targets" and replaced != ("targets",) and len(replaced) == 1:
+            text += f"; these are the targets of cross-entropy {replaced[0].split()[1]}"
         tested = f"the twin ran again with the {fed.text_name} of the ranks, and had their results"
         finding = Finding(fed.contract, text, tested)
         yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True)
+
+
+def _replaced_inputs(twin: Outcome) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the kinds of inputs, and the inputs that a trial replaces.
+
+    Each cross-entropy has its own targets, such as those of a second head.
+    """
+    given = {name for forward in twin.forwards for name in forward.fed}
+    targets = sorted(name for name in given if name.startswith("targets"))
+    yield "tokens", ("tokens", *targets)
+    yield "positions", ("positions",)
+    for chosen in _all_and_each(targets):
+        yield "targets", tuple(chosen)
 
 
 def _inputs_of_ranks(
@@ -186,7 +206,7 @@ def _inputs_of_ranks(
                 continue
             key = twin_number, name
             if key not in changes:
-                is_targets = name == "targets"
+                is_targets = name.startswith("targets")
                 changes[key] = torch.full_like(right, IGNORED) if is_targets else right.clone()
             changes[key][:, columns] = given
     return changes
@@ -295,6 +315,26 @@ def _left_out(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> 
         yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True)
 
 
+def _summed_often(twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
+    """Yield a trial in which the twin adds gradients that were summed after each micro-batch."""
+    training = [number for number, forward in enumerate(twin.forwards) if forward.trains]
+    if len(training) < 2:
+        return
+    text = (
+        f"gradients are summed over the ranks after each of {len(training)} micro-batches, so that "
+        "those of earlier ones, which are already summed, are summed again: sum once, after the "
+        "last micro-batch"
+    )
+    tested = "the twin ran again with these multiples of the losses, and had the ranks' gradients"
+    changes = {
+        (number, i): float(len(ranks) ** num_later)
+        for num_later, number in enumerate(reversed(training))
+        for i, _ in enumerate(twin.forwards[number].counts)
+    }
+    finding = Finding("gradient sum", text, tested)
+    yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True)
+
+
 def _denominators(ranks: Sequence[Outcome]) -> Iterator[Trial]:
     """Yield trials in which ranks divide cross-entropies by the mean count of targets.
 
@@ -338,38 +378,121 @@ def _denominators(ranks: Sequence[Outcome]) -> Iterator[Trial]:
         yield Trial(finding, changes, on_ranks=True, in_twin=False, divides_by_zero=divides_by_zero)
 
 
+def _divisors(ranks: Sequence[Outcome]) -> Iterator[Trial]:
+    """Yield trials in which ranks divide losses by the mean of their divisors.
+
+    Losses that are no cross-entropies, such as those of reinforcement learning, are often divided
+    by the sum of a mask of a rank's own rows.
+    """
+    each = [rank.divisions for rank in ranks]
+    places = [[division.place for division in of_rank] for of_rank in each]
+    if any(of_rank != places[0] for of_rank in places):
+        return
+    wrong: dict[str, list[int]] = {}  # by place
+    means: dict[int, Tensor] = {}
+    for i, divisions in enumerate(zip(*each, strict=True)):
+        divisors = [division.divisor for division in divisions]
+        if len({divisor.shape for divisor in divisors}) > 1:
+            continue
+        if all(torch.equal(divisor, divisors[0]) for divisor in divisors):
+            continue
+        # The sum of no losses is 0, and code sets its divisor to 1 to avoid 0 / 0.
+        counts = [
+            divisor.masked_fill((division.dividend == 0) & (divisor <= 1), 0.0)
+            for division, divisor in zip(divisions, divisors, strict=True)
+        ]
+        means[i] = torch.stack(counts).mean(0)
+        wrong.setdefault(divisions[0].place, []).append(i)
+    for chosen in _all_and_each(wrong):
+        indices = [i for place in chosen for i in wrong[place]]
+        changes: dict[int, Change] = {
+            rank: {("divisor", i): means[i] for i in indices} for rank in range(len(ranks))
+        }
+        given = ", ".join(
+            f"{listed(f'{x:g}' for x in of_rank[indices[0]].divisor.flatten().tolist())} on rank "
+            f"{rank}"
+            for rank, of_rank in enumerate(each)
+        )
+        text = (
+            f"a loss is divided by each rank's own number in {listed(chosen)} ({given}): divide by "
+            "the number of the whole batch"
+        )
+        tested = "the ranks ran again with this divisor, and matched the twin"
+        yield Trial(Finding("denominator", text, tested), changes, on_ranks=True, in_twin=False)
+
+
+def _repeated_terms(twin: Outcome, ranks: Sequence[Outcome]) -> Iterator[Trial]:
+    """Yield a trial in which the twin's loss has all terms but cross-entropies once for each rank.
+
+    The twin divides its cross-entropies by the number of ranks, and its loss is multiplied by it.
+    """
+    training = [
+        (number, i)
+        for number, forward in enumerate(twin.forwards)
+        if forward.trains
+        for i, _ in enumerate(forward.counts)
+    ]
+    if not training:
+        return
+    num = len(ranks)
+    text = (
+        f"terms of the loss that are no cross-entropies are counted {num} times: each rank adds "
+        "the whole term, such as a penalty of weights or a loss of sums over all ranks: divide it "
+        "by the number of ranks"
+    )
+    tested = f"the twin ran again with {num} times these terms, and had the results of the ranks"
+    changes = dict.fromkeys(training, 1.0 / num)
+    finding = Finding("loss terms", text, tested)
+    yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True, scale=float(num))
+
+
 def _means(ranks: Sequence[Outcome]) -> Iterator[Trial]:
-    """Yield trials in which means over the rows of a rank are means over the rows of all ranks."""
+    """Yield trials in which means over the rows of a rank are means over the rows of all ranks.
+
+    Sums of losses over the rows of a rank are those over the rows of all ranks.
+    """
     each = [rank.means for rank in ranks]
     places = [[mean.place for mean in of_rank] for of_rank in each]
     if any(of_rank != places[0] for of_rank in places):
         return
-    wrong: dict[str, list[int]] = {}  # by place
+    wrong: dict[bool, dict[str, list[int]]] = {False: {}, True: {}}  # of sums or not, by place
     values: dict[int, Tensor] = {}
     totals: dict[int, int] = {}
     for i, means in enumerate(zip(*each, strict=True)):
-        if len({mean.value.shape for mean in means}) == 1:
-            total = sum(mean.num_values for mean in means)
+        total = sum(mean.num_values for mean in means)
+        if len({mean.value.shape for mean in means}) == 1 and total:
+            is_sum = means[0].is_sum
             parts = [mean.value.double().nan_to_num() * mean.num_values for mean in means]
-            values[i] = torch.stack(parts).sum(0) / total
+            values[i] = torch.stack(parts).sum(0) / (1 if is_sum else total)
             totals[i] = total
-            wrong.setdefault(means[0].place, []).append(i)
-    for chosen in _all_and_each(wrong):
-        indices = [i for place in chosen for i in wrong[place]]
-        changes: dict[int, Change] = {}
-        for rank, of_rank in enumerate(each):
-            # The gradient of the mean over all rows, times the ranks, as gradients are summed.
-            factors = {i: of_rank[i].num_values * len(ranks) / totals[i] for i in indices}
-            changes[rank] = {("mean", i): (values[i], factors[i]) for i in indices}
-        counts = ", ".join(
-            f"{of_rank[indices[0]].num_values} on rank {r}" for r, of_rank in enumerate(each)
-        )
-        text = (
-            f"a mean in {listed(chosen)} is over the rows of one rank ({counts}): sum over the "
-            "ranks, and divide by the rows of all ranks"
-        )
-        tested = "the ranks ran again with means over all rows, and matched the twin"
-        yield Trial(Finding("own mean", text, tested), changes, on_ranks=True, in_twin=False)
+            wrong[is_sum].setdefault(means[0].place, []).append(i)
+    for is_sum, by_place in wrong.items():
+        for chosen in _all_and_each(by_place):
+            indices = [i for place in chosen for i in by_place[place]]
+            changes: dict[int, Change] = {}
+            for rank, of_rank in enumerate(each):
+                # The gradient of the mean over all rows, times the ranks, as gradients are summed.
+                parts_of_all = {i: 1 if is_sum else totals[i] for i in indices}
+                factors = {i: of_rank[i].num_values * len(ranks) / parts_of_all[i] for i in indices}
+                changes[rank] = {("mean", i): (values[i], factors[i]) for i in indices}
+            counts = ", ".join(
+                f"{of_rank[indices[0]].num_values} on rank {r}" for r, of_rank in enumerate(each)
+            )
+            if is_sum:
+                text = (
+                    f"a sum over the rows of each sequence in {listed(chosen)} is over the rows of "
+                    "one rank: sum over the ranks, before anything else is computed of it"
+                )
+                tested = "the ranks ran again with sums over all rows, and matched the twin"
+                finding = Finding("own sum", text, tested)
+            else:
+                text = (
+                    f"a mean in {listed(chosen)} is over the rows of one rank ({counts}): sum over "
+                    "the ranks, and divide by the rows of all ranks"
+                )
+                tested = "the ranks ran again with means over all rows, and matched the twin"
+                finding = Finding("own mean", text, tested)
+            yield Trial(finding, changes, on_ranks=True, in_twin=False)
 
 
 def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
@@ -397,6 +520,14 @@ def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) ->
         "the twin ran again with attention within the rows of each rank, and had their results",
     )
     yield Trial(local, {0: {("within",): same_owner}}, on_ranks=False, in_twin=True)
+    yield from _some_local(twin, ranks, same_owner)
+    detached = Finding(
+        "attention",
+        "keys and values get gradients only from the queries of their own rank: use "
+        "ring_attention, or gather them by a function whose backward sums over the ranks",
+        "the twin ran again without gradients of other ranks' queries, and had the ranks' results",
+    )
+    yield Trial(detached, {0: {("owner",): owner}}, on_ranks=False, in_twin=True)
     masks = ranks[0].masks
     if masks and all(rank.masks == masks for rank in ranks):
         text = (
@@ -408,8 +539,28 @@ def _attention(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) ->
         yield Trial(Finding("mask", text, tested), {0: changes}, on_ranks=False, in_twin=True)
 
 
+def _some_local(twin: Outcome, ranks: Sequence[Outcome], same_owner: Tensor) -> Iterator[Trial]:
+    """Yield a trial in which the calls of attention that are no ring see the rows of one rank."""
+    local = ranks[0].sees_own_rows
+    num = len(twin.sees_own_rows)
+    if any(local) and not all(local) and len(local) == num:
+        which = [i for i, is_local in enumerate(local) if is_local]
+        text = (
+            f"of the {num} calls of attention, those with the numbers {listed(which)} see only "
+            "the rows of their own rank: make each of them ring_attention, also those of other "
+            "layers, and of other models such as a teacher"
+        )
+        tested = (
+            "the twin ran again with these calls within the rows of each rank, and had the results "
+            "of the ranks"
+        )
+        changes: Change = {("within", i): same_owner for i in which}
+        finding = Finding("attention", text, tested)
+        yield Trial(finding, {0: changes}, on_ranks=False, in_twin=True)
+
+
 def _modules(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> Iterator[Trial]:
-    """Yield trials in which modules of one class see the rows of one rank only."""
+    """Yield trials in which modules of one class, or a function, see the rows of one rank only."""
     columns = [one.columns for one in held[: len(ranks)]]  # of the first forward
     if len(columns) < len(ranks):
         return
@@ -424,6 +575,17 @@ def _modules(twin: Outcome, ranks: Sequence[Outcome], held: Sequence[Held]) -> I
             "results of the ranks"
         )
         changes: Change = {("parted", kind): columns}
+        yield Trial(Finding("mixed rows", text, tested), {0: changes}, False, in_twin=True)
+    for place in [*twin.functions][:MOST_KINDS]:
+        text = (
+            f"{place} mixes rows, and sees only the rows of its own rank: get the rows of "
+            "neighbouring ranks with ring_attn.halo or ring_attn.roll"
+        )
+        tested = (
+            "the twin ran again with this function on the rows of each rank separately, and had "
+            "the results of the ranks"
+        )
+        changes = {("parted", place): columns}
         yield Trial(Finding("mixed rows", text, tested), {0: changes}, False, in_twin=True)
 
 
