@@ -107,9 +107,9 @@ class ReferenceBackend(Backend):
     ) -> int:
         """Return the peak bytes of a step: results, scores, and copies that torch's einsum makes.
 
-        Einsum copies what it cannot view as one batch of matrices: see `_Sizes`. It also copies dout
-        if that is a part of the heads, as in `all_gather` in float32 with several KV heads. This
-        copy is not counted: the peak of such a backward was 2.5 % higher.
+        Einsum copies what it cannot view as one batch of matrices: see `_Sizes`. It also copies
+        dout if that is a part of the heads, as in `all_gather` in float32 with several KV heads.
+        This copy is not counted: the peak of such a backward was 2.5 % higher.
         """
         peaks = [_Sizes.of(spec, tile) for tile in tiles]
         numbers = max(sizes.backward() if backward else sizes.forward() for sizes in peaks)

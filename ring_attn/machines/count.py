@@ -336,13 +336,13 @@ class Memory:
             self._folds += 1 if self.backend.carries_state or self._is_one_piece(op) else 2
             self.held -= self._state
             kept = self._kept_state_bytes(last=op.last)
+            workspace = self._workspace(op, self._heads, rebuilds=False)
             if self.backend.carries_state:
-                self._use(self._state_bytes(last=op.last))
-            else:
-                # The state adopts the first result, and later ones are merged with it.
-                merged = self._folds > 1
-                self._use(merged * kept + self._workspace(op, self._heads, rebuilds=False))
-                self._use(kept + merged * self._merge_bytes(op))
+                self._use(self._state_bytes(last=op.last) + workspace)
+            elif self._folds == 1:  # the state adopts the result
+                self._use(max(workspace, kept))
+            else:  # the result is merged with the state
+                self._use(kept + max(workspace, self._merge_bytes(op)))
             self._state = kept
             self.held += kept
 

@@ -129,9 +129,9 @@ def test_inference_has_neither_gradients_nor_optimizer() -> None:
 
 
 def test_what_follows_the_last_block_may_have_the_rows_of_all_ranks() -> None:
-    times_by_row = {**WAN, "_class_name": "AnyFlowTransformer3DModel"}
-    whole = parts_of(job_of(times_by_row))["outside of blocks"]
-    one = parts_of(job_of(times_by_row, world_size=1))["outside of blocks"]
+    last_rows = {**WAN, "_class_name": "HeliosTransformer3DModel"}
+    whole = parts_of(job_of(last_rows))["outside of blocks"]
+    one = parts_of(job_of(last_rows, world_size=1))["outside of blocks"]
     assert whole == one + 2 * 75_264 * 12 * 128 * 2, "the rows are gathered, too"
     assert parts_of(job_of(WAN))["outside of blocks"] < whole / 4
 
