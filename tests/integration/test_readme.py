@@ -95,8 +95,8 @@ def test_the_simulators_error_is_that_which_was_measured() -> None:
 
 def test_ratios_are_the_figures() -> None:
     seqlen = measured()["setting"]["seqlen"]
-    ours = f"`ring_attention` on two ranks takes {ratio('ours')} times as long as dense attention"
-    call = f"(causal forward and backward, {seqlen:,} tokens;"
+    ours = f"on two ranks with one core each takes {ratio('ours')} times as long as dense attention"
+    call = f"for a causal forward and backward over {seqlen:,} tokens"
     text = one_line(TEXT)
     assert ours in text and call in text
     both = f"are {ratio('ours')} and {ratio('torch-template')} times the time of dense attention"
@@ -168,7 +168,7 @@ def test_targets_and_their_arguments_exist() -> None:
     for words in (shlex.split(one or two) for one, two in named):
         for word in words[1:]:
             name, equals, value = word.partition("=")
-            if "/" in value:
+            if "/" in value and name != "PART":
                 assert (ROOT / value).exists(), word
             assert name in (variables if equals else targets), word
 
