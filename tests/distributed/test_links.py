@@ -297,6 +297,7 @@ def test_a_class_whose_communicators_cannot_be_made_is_refused() -> None:
     third = class_named("ProcessGroupNCCL3")
     with (
         mock.patch.object(dist, NCCL_CLASS, third, create=True),
+        mock.patch.object(dist, SECOND_NCCL_CLASS, third, create=True),  # a newer torch has it
         refused(NotImplementedError, "ProcessGroupNCCL3|constructor|use an older torch"),
     ):
         nccl_class(group_over(third()))
