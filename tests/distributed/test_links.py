@@ -337,6 +337,7 @@ def test_a_first_call_over_another_class_is_refused_before_anything_is_sent() ->
     with (
         mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: backend),
         mock.patch.object(dist, NCCL_CLASS, third),
+        mock.patch.object(dist, SECOND_NCCL_CLASS, third, create=True),  # a newer torch has it
         mock.patch.object(Meetings, "attend") as attend,
     ):
         first, second = (ended(lambda: ring_attention(x, x, x, group=group)) for _ in range(2))
