@@ -1,10 +1,10 @@
 """One key for each kernel in Triton's cache, whichever kernel a process launches first.
 
 A jit function's key has the values of the global constants that it and its callees use. Triton
-(3.6.0 and 3.7.1; 3.9.0 does not) reads a callee's constants before it looks for them, unless it has
-hashed the callee before. So a kernel's key would depend on what its process launched earlier: a
-process would compile kernels again that another one has put on disk. If callees are hashed first,
-no constant is left out.
+(3.6.0 and 3.7.1; 3.8.0 and 3.9.0 do not) reads a callee's constants before it looks for them,
+unless it has hashed the callee before. So a kernel's key would depend on what its process launched
+earlier: a process would compile kernels again that another one has put on disk. If callees are
+hashed first, no constant is left out.
 """
 
 from __future__ import annotations
