@@ -35,7 +35,7 @@ RELEASE_WITHOUT_VIEWS = (3, 8)
 
 @cache
 def gluon_missing(arch: str = "sm_90") -> str | None:
-    """What an architecture's kernels use and triton lacks, in a sentence, or None.
+    """Return a sentence about what triton lacks for an architecture's kernels, or None.
 
     A missing name outside of functions fails the import; within kernels, only their compilation.
     """

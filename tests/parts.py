@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """One of `count` parts, counted from 1."""
+    """A part of the slow tests: the number of it, counted from 1, and how many parts there are."""
 
     number: int
     count: int
