@@ -55,12 +55,13 @@ class Plan(NamedTuple):
         to_video: names of submodules of a block whose queries every rank holds, and whose keys are
             the video.
         copies: names of modules after the last block whose results are another medium, of which
-            every rank holds all rows.
+            every rank holds all rows. Requires `output`.
         times: the argument of the transformer that has a time for each sample or, as (batch, rows),
-            for each position. What follows from it has the same rows, so it is split.
+            for each position. What follows from it has the same rows, so it is split. Requires
+            `output`.
         conditions: names of modules before the first block whose result is a tuple, and the
-            elements of it that have a row for each position, (batch, rows, dim). With an
-            `output`, these are split.
+            elements of it that have a row for each position, (batch, rows, dim). These are split.
+            Requires `output`.
     """
 
     blocks: tuple[str, ...]

@@ -326,12 +326,27 @@ def test_what_is_not_built_is_refused() -> None:
     with refused(ValueError, "split already|remove()"):
         parallelize(model, group)
     handle.remove()
-    with refused(ValueError, "have no freqs"):
+    with refused(ValueError, "rows of its plan|has no freqs"):
         parallelize(model, group, plan=Plan(("blocks",), "cross", rows=(Rows("freqs", 0),)))
     with refused(ValueError, "must have a module 'out'"):
         parallelize(model, group, plan=Plan(("blocks",), "cross", output="out"))
     with refused(ValueError, "must have a module 'times'"):
         parallelize(model, group, plan=Plan(("blocks",), "cross", conditions=(("times", (0,)),)))
+    for plan, message in (
+        (Plan(("blocks",), "cross", output=None, times="timestep"), "times|without an output"),
+        (Plan(("blocks",), "cross", output=None, copies=("norm_out",)), "copies|without an output"),
+        (
+            Plan(("blocks",), "cross", output=None, conditions=(("condition_embedder", (0,)),)),
+            "conditions|without an output",
+        ),
+        (Plan(("blocks",), "cross", times="moments"), "times|has no moments"),
+        (Plan(("blocks",), "cross", hidden="video"), "hidden|has no video"),
+        (Plan(("blocks",), "cross", cross=("attn2", "attn3")), "cross|has no attn3"),
+        (Plan(("blocks",), "cross", to_video=("attn4",)), "to_video|has no attn4"),
+        (Plan(("blocks",), "cross", copies=("audio_proj",)), "copies|has no audio_proj"),
+    ):
+        with refused(ValueError, message):
+            parallelize(model, group, plan=plan)
     with refused(ValueError, "must have blocks in layers"):
         parallelize(model, group, plan=Plan(("layers",), "cross"))
     model = make("MotifVideoTransformer3DModel")

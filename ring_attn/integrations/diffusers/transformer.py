@@ -80,8 +80,9 @@ def parallelize(
         A handle, whose `remove()` restores the transformer.
 
     Raises:
-        ValueError: the transformer is split already, or lacks a module of its plan; the degrees of
-            a config do not fit the ranks, or a strategy is given beside it.
+        ValueError: the transformer is split already, or lacks a module or an argument that its plan
+            names; a field of the plan would be ignored; the degrees of a config do not fit the
+            ranks, or a strategy is given beside it.
         TypeError: `transformer` is not a module.
         NotImplementedError: there is no plan for the class.
         RuntimeError: there is no process group.
@@ -185,6 +186,7 @@ class Parallelized:
                 f"{type(transformer).__name__} must have blocks in {' or '.join(plan.blocks)}, got "
                 "none: pass another plan"
             )
+        _check_plan(transformer, blocks, plan)
         output = None if plan.output is None else _required(transformer, plan.output)
         conditions = [
             (_required(transformer, name), elements) for name, elements in plan.conditions
@@ -192,13 +194,6 @@ class Parallelized:
         self._first, self._last = blocks[0], blocks[-1]
         # Whether the result of the last block needs the rows of all ranks, by its arguments.
         self._ends_whole = output is None
-        known = {argument for block in blocks for argument in _arguments(block)}
-        unknown = [rows.argument for rows in plan.rows if rows.argument not in known]
-        if unknown:
-            raise ValueError(
-                f"the blocks of {type(transformer).__name__} must have the arguments that its plan "
-                f"names in rows, but have no {' or '.join(unknown)}: pass another plan"
-            )
         for block in blocks:
             self._wrap(block, partial(self._in_block, _arguments(block)), is_traced=False)
             for name in plan.cross:
@@ -459,6 +454,59 @@ def _arguments(block: nn.Module) -> list[str]:
     parameters = inspect.signature(block.forward).parameters.values()
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return [parameter.name for parameter in parameters if parameter.kind not in several]
+
+
+def _check_plan(transformer: nn.Module, blocks: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuse what a plan names and a transformer lacks, and fields that would change nothing.
+
+    Raises:
+        ValueError: A field of the plan would be ignored.
+    """
+    name = type(transformer).__name__
+    if plan.output is None:
+        for field in ("conditions", "copies", "times"):
+            value = getattr(plan, field)
+            if value:
+                raise ValueError(
+                    f"{field} of a plan must be left out without an output, got {value!r}: its "
+                    "modules work on the rows of all ranks then"
+                )
+    of_blocks = {argument for block in blocks for argument in _arguments(block)}
+    arguments = (
+        ("rows", "the blocks of ", of_blocks, [rows.argument for rows in plan.rows]),
+        ("hidden", "the first block of ", _arguments(blocks[0]), [plan.hidden]),
+        ("times", "", _arguments(transformer), [plan.times] if plan.times else []),
+    )
+    for field, where, known, named in arguments:
+        unknown = [argument for argument in named if argument not in known]
+        if unknown:
+            raise ValueError(
+                f"the forward of {where}{name} must have the arguments that {field} of its plan "
+                f"names, but has no {' or '.join(unknown)}: pass another plan"
+            )
+    modules = (
+        ("cross", "a block of ", blocks, plan.cross),
+        ("to_video", "a block of ", blocks, plan.to_video),
+        ("copies", "", (transformer,), plan.copies),
+    )
+    for field, where, owners, named in modules:
+        unknown = [child for child in named if not any(_has_place(x, child) for x in owners)]
+        if unknown:
+            raise ValueError(
+                f"{where}{name} must have the modules that {field} of its plan names, but has no "
+                f"{' or '.join(unknown)}: pass another plan"
+            )
+
+
+def _has_place(module: nn.Module, name: str) -> bool:
+    """Return whether a module has a submodule of this name, or None where it may have one."""
+    for part in name.split("."):
+        if not hasattr(module, part):
+            return False
+        module = getattr(module, part)
+        if module is None:
+            return True
+    return True
 
 
 def _required(transformer: nn.Module, name: str) -> nn.Module:
