@@ -128,7 +128,7 @@ _flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref
 
 def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"tensors that travel must be on cpu or cuda, got {device}")
+        raise ValueError(f"tensors that are sent must be on cpu or cuda, got {device}")
     if group.size() > 1:
         _check_backend(dist.get_backend_config(group), device.type)
 

@@ -108,8 +108,8 @@ class RankGroup:
         noted_earlier = self.failure.noted_earlier()
         if noted_earlier is not None:
             return (
-                f"{error}. Before {self.member.name} connected, another rank reported, in this run "
-                f"of the job or in an earlier one: {noted_earlier}"
+                f"{error}. They may have ended because of an earlier error, of this run of the job "
+                f"or of a run before it: {noted_earlier}"
             )
         return (
             f"{error}: they are still loading, hung or crashed, or they never call ring_attn. "
