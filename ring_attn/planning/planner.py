@@ -36,6 +36,7 @@ from ring_attn.machines.cluster import Cluster
 from ring_attn.planning.calls import call_of
 from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
 from ring_attn.planning.choice import (
+    TIE,
     Candidate,
     Choice,
     Prediction,
@@ -57,12 +58,6 @@ Effort = Literal["best", "names", "all"]
 # Most ranks x steps to simulate for one choice: two rings of 4096 ranks. Further candidates are
 # listed as not simulated.
 MAX_RANK_STEPS = 1 << 25
-
-# Predictions are off by some percent (bench/results/NOTES.md), so candidates this near to the
-# fastest count as equal and the first in order wins: by layout, and within a layout a ring before
-# all others. The buffers of a ring do not grow with the number of ranks, and its transfers are
-# hidden under compute, where a simulation errs least.
-TIE = 0.025
 
 # Of more ranks, few stand for many in every plan (`planning.scale`), not in quick ones alone.
 MANY = 1024

@@ -23,7 +23,7 @@ from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.calls import core_of
 from ring_attn.planning.candidates import strategies_for
-from ring_attn.planning.choice import Candidate, Choice, Problem
+from ring_attn.planning.choice import TIE, Candidate, Choice, Problem
 from ring_attn.planning.devices import builtin_cluster, cpu_cluster, find_cluster
 from ring_attn.planning.planner import choose, explain
 from ring_attn.planning.scale import estimates_of, walks
@@ -198,7 +198,7 @@ def test_too_little_memory_leaves_the_ring() -> None:
 def test_of_those_as_fast_as_the_fastest_the_first_is_taken() -> None:
     choice = plan(layout="zigzag", effort="all")
     seconds = [c.seconds for c in choice.candidates if c.prediction]
-    tied = [c for c in choice.candidates if c.seconds <= (1.0 + planner.TIE) * min(seconds)]
+    tied = [c for c in choice.candidates if c.seconds <= (1.0 + TIE) * min(seconds)]
     order = [strategy.full_name(8) for strategy in strategies_for(choice.problem.spec, 8, 64)]
     assert len(tied) > 1 and choice.best is tied[0]
     assert [c.full_name for c in tied] == sorted((c.full_name for c in tied), key=order.index)
