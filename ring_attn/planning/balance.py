@@ -321,8 +321,8 @@ def least_world_size(
 def halo_rows(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
     """Numbers of KV rows right before and right after a rank's shard that its queries see.
 
-    With a window these are exactly the rows that are sent to this rank. Each rank of the layout must
-    hold one run of positions, or none.
+    With a window these are exactly the rows that are sent to this rank. Each rank of the layout
+    must hold one run of positions, or none.
 
     Example:
         >>> layout = SequenceLayout.contiguous(1000, 4)

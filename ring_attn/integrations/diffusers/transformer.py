@@ -489,8 +489,8 @@ def _check_plan(transformer: nn.Module, blocks: Sequence[nn.Module], plan: Plan)
         ("to_video", "a block of ", blocks, plan.to_video),
         ("copies", "", (transformer,), plan.copies),
     )
-    for field, where, owners, named in modules:
-        unknown = [child for child in named if not any(_has_place(x, child) for x in owners)]
+    for field, where, owners, children in modules:
+        unknown = [child for child in children if not any(_has_place(x, child) for x in owners)]
         if unknown:
             raise ValueError(
                 f"{where}{name} must have the modules that {field} of its plan names, but has no "

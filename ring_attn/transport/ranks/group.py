@@ -108,8 +108,8 @@ class RankGroup:
         noted_earlier = self.failure.noted_earlier()
         if noted_earlier is not None:
             return (
-                f"{error}. They may have ended because of an earlier error (in this run of the job, "
-                f"or in one before it): {noted_earlier}"
+                f"{error}. They may have ended because of an earlier error (in this run of the "
+                f"job, or in one before it): {noted_earlier}"
             )
         return (
             f"{error}: they are still loading, hung or crashed, or they never call ring_attn. "
