@@ -51,11 +51,14 @@ def row_layout(columns: int) -> gl.DistributedLayout:
 
 
 @gluon.jit
-def as_operand(s, dtype: gl.constexpr):
-    """A 16-bit operand (ROWS, columns) in the first half of the columns of s."""
-    COLUMNS: gl.constexpr = s.shape[1]
-    LAYOUT: gl.constexpr = TensorMemoryLayout([ROWS, COLUMNS], col_stride=1)
-    return reinterpret_tile(s.slice(0, COLUMNS // 2), dtype, [ROWS, COLUMNS], LAYOUT)
+def as_operand(tile, start: gl.constexpr, columns: gl.constexpr, dtype: gl.constexpr):
+    """A 16-bit operand (ROWS, columns) that begins at a column of a float32 tile.
+
+    The whole tile is viewed as 16 bits, then sliced: triton 3.8 refuses to view a slice.
+    """
+    WIDTH: gl.constexpr = 2 * tile.shape[1]
+    LAYOUT: gl.constexpr = TensorMemoryLayout([ROWS, WIDTH], col_stride=1)
+    return reinterpret_tile(tile, dtype, [ROWS, WIDTH], LAYOUT).slice(2 * start, columns)
 
 
 @gluon.jit

@@ -104,7 +104,7 @@ class Sums(NamedTuple):
 def _add_product(left, right, into, pred):
     """Starts into += left right; left is in tensor memory, each half of its columns by itself."""
     for half in gl.static_range(0, ROWS, HALF):
-        operand = as_operand(left.slice(half, HALF), right.dtype)
+        operand = as_operand(left, half, HALF, right.dtype)
         tcgen05_mma(operand, right.slice(half, HALF, 0), into, pred=pred)
 
 
@@ -202,14 +202,14 @@ def _visit(
             inside = (rows >= run[4]) & (rows < run[5])
             p = gl.where(inside[:, None], p, 0.0)
         if DKV:
-            as_operand(s_half, DTYPE).store(p.to(DTYPE))
+            as_operand(sums.s, INDEX * HALF, HALF, DTYPE).store(p.to(DTYPE))
         mbarrier.arrive(shared.weights.index(0), count=1)
         mbarrier.wait(shared.products.index(0), use & 1)
         dp = load_tile(dp_half, L)
         delta = shared.statistics.index(2 * stage + 1).slice(INDEX * HALF, HALF).load(COLS)
         ds = (p * (dp - delta[None, :])).to(DTYPE)
         if DKV:
-            as_operand(dp_half, DTYPE).store(ds)
+            as_operand(sums.dp, INDEX * HALF, HALF, DTYPE).store(ds)
         if DQ:
             shared.ds.slice(INDEX * HALF, HALF, 1).store(ds)
             fence_async_shared()

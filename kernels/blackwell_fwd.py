@@ -105,7 +105,7 @@ def _issue_output(shared, s, o, TILE: gl.constexpr, use, pred):
     v = v_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM_V])
     mbarrier.wait(shared.weights.index(TILE), use & 1, pred=pred)
     mbarrier.wait(shared.corrected.index(TILE), use & 1, pred=pred)
-    p = as_operand(s.index(TILE), v_buffers.dtype)
+    p = as_operand(s.index(TILE), 0, BLOCK_N, v_buffers.dtype)
     tcgen05_mma(p, v, o.index(TILE), pred=pred, mbarriers=[shared.added.index(TILE)])
     if TILE == 1:
         tcgen05_commit(shared.v.empty.index(stage), pred=pred)
@@ -194,7 +194,7 @@ def _fold_blocks(
     SOFTCAP: gl.constexpr = FLAGS.SOFTCAP
     MASKED: gl.constexpr = FLAGS.HAS_LO or FLAGS.HAS_HI or FLAGS.RAGGED
     qk_scale = 1.0 if SOFTCAP else scales[0]
-    p_tile = as_operand(s_tile, shared.v.buffers.dtype)
+    p_tile = as_operand(s_tile, 0, 2 * HALF, shared.v.buffers.dtype)
     for i in range(begin, end):
         start = (last - 1 - i) * (2 * HALF)
         mbarrier.wait(shared.scores.index(TILE), use & 1)

@@ -1,8 +1,7 @@
 """Tells whether the installed triton has all names that the Gluon kernels use.
 
 Gluon is experimental in triton: its names change. The kernels are known to compile, without a GPU,
-with triton 3.6.0, 3.7.1 and 3.9.0, and those of sm_90 with 3.8.0. Importing this module needs no
-triton.
+with triton 3.6.0 (those of sm_90), 3.7.1, 3.8.0 and 3.9.0. Importing this module needs no triton.
 """
 
 from __future__ import annotations
@@ -28,10 +27,6 @@ KERNELS = {
     ),
 }
 
-# This version refuses to view a slice of tensor memory as another dtype, as
-# `blackwell_blocks.as_operand` does: "source and result must not be subviews".
-RELEASE_WITHOUT_VIEWS = (3, 8)
-
 
 @cache
 def gluon_missing(arch: str = "sm_90") -> str | None:
@@ -39,8 +34,6 @@ def gluon_missing(arch: str = "sm_90") -> str | None:
 
     A missing name outside of functions fails the import; within kernels, only their compilation.
     """
-    if arch == "sm_100" and _release() == RELEASE_WITHOUT_VIEWS:
-        return "triton 3.8 cannot view slices of tensor memory as another dtype"
     for kernel in KERNELS.get(arch, ()):
         try:
             module = import_module(f".{kernel}", __package__)
@@ -50,15 +43,6 @@ def gluon_missing(arch: str = "sm_90") -> str | None:
             if not hasattr(owner, name):
                 return f"triton's {owner.__name__} has no {name}"
     return None
-
-
-def _release() -> tuple[int, ...] | None:
-    """Return major and minor number of triton; None without triton."""
-    try:
-        from .triton_release import RELEASE
-    except ImportError:
-        return None
-    return RELEASE
 
 
 def used_names(kernel: ModuleType) -> Iterator[tuple[ModuleType, str]]:

@@ -16,7 +16,6 @@ from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.gluon_guard import RELEASE_WITHOUT_VIEWS
 from ring_attn.kernels.triton_release import RELEASE
 from ring_attn.testing import (
     RESULTS,
@@ -38,11 +37,6 @@ in_interpreter = pytest.mark.skipif(DEVICE != "cpu", reason="looks into the inte
 needs_sm_100 = pytest.mark.skipif(
     RELEASE < TRITON_OF_SM_100,
     reason=f"the backend refuses sm_100 with triton {triton.__version__}",
-)
-
-needs_blackwell = pytest.mark.skipif(
-    RELEASE < TRITON_OF_SM_100 or RELEASE == RELEASE_WITHOUT_VIEWS,
-    reason=f"triton {triton.__version__} does not compile the Gluon kernels of sm_100",
 )
 
 Step = Sequence[Tile]

@@ -24,11 +24,11 @@ from ring_attn.kernels import configs, tuned
 from ring_attn.kernels.configs import Config
 from ring_attn.testing import Inputs, random_sinks
 from tests.bounds import assert_holds, expect, whole
-from tests.kernels.calls import Step, cut_keys, frozen, grouped, in_interpreter, needs_blackwell
+from tests.kernels.calls import Step, cut_keys, frozen, grouped, in_interpreter, needs_sm_100
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.races import Clocks
 
-pytestmark = needs_blackwell
+pytestmark = needs_sm_100
 
 SMALL = Config(256, 32, 4, 2, programs_per_sm=1)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -28,14 +28,14 @@ from tests.kernels.calls import (
     cut_rows,
     grouped,
     in_interpreter,
-    needs_blackwell,
+    needs_sm_100,
     same,
 )
 from tests.kernels.ptx import launching
 from tests.kernels.test_blackwell import DTYPES, SMALL, unfinished_products
 from tests.masks import ON_A_GRID
 
-pytestmark = [in_interpreter, needs_blackwell]
+pytestmark = [in_interpreter, needs_sm_100]
 TWO_STAGES = {dim: replace(one, num_stages=2) for dim, one in configs.ONE_PASS["sm_100"].items()}
 
 

@@ -25,7 +25,7 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.backends.triton_support import TRITON_OF_SM_100
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.kernels import configs, gluon_guard, hopper_fwd, triton_release
+from ring_attn.kernels import configs, gluon_guard, hopper_fwd
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
 from ring_attn.kernels.step_table import transposed
@@ -261,8 +261,7 @@ def test_what_bulk_copies_cannot_take_is_copied() -> None:
 # -- compiled
 
 # Architectures whose kernels the installed triton can compile.
-HAS_BLACKWELL = RELEASE >= TRITON_OF_SM_100 and RELEASE != gluon_guard.RELEASE_WITHOUT_VIEWS
-ARCHS = [arch for arch in gluon_guard.KERNELS if arch != "sm_100" or HAS_BLACKWELL]
+ARCHS = [arch for arch in gluon_guard.KERNELS if arch != "sm_100" or RELEASE >= TRITON_OF_SM_100]
 
 
 def kernels_in_gluon() -> list[str]:
@@ -306,13 +305,6 @@ def test_each_name_that_triton_lacks_is_reported(guarded: pytest.MonkeyPatch) ->
             without(context, owner, name)
             reported = gluon_guard.gluon_missing() or gluon_guard.gluon_missing("sm_100")
             assert reported is not None and name in reported
-
-
-def test_a_release_without_views_of_tensor_memory(guarded: pytest.MonkeyPatch) -> None:
-    guarded.setattr(triton_release, "RELEASE", gluon_guard.RELEASE_WITHOUT_VIEWS)
-    gluon_guard.gluon_missing.cache_clear()
-    assert "slices of tensor memory" in str(gluon_guard.gluon_missing("sm_100"))
-    assert gluon_guard.gluon_missing("sm_90") is None
 
 
 @pytest.mark.parametrize("name", ["gluon", "PaddedSharedLayout"])

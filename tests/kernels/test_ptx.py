@@ -25,7 +25,7 @@ from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
 from ring_attn.testing import random_sinks
 from tests.bounds import assert_holds, expect, run, whole
-from tests.kernels.calls import cut_keys, cut_rows, frozen, grouped, in_interpreter, needs_blackwell
+from tests.kernels.calls import cut_keys, cut_rows, frozen, grouped, in_interpreter, needs_sm_100
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, NotWaited, OutOfBounds, Race
 from tests.masks import EXECUTED
@@ -370,7 +370,7 @@ PLANTED = [
         id=f"{kernel} {name}",
         marks=[
             *([] if kernel in QUICK else [pytest.mark.slow]),
-            *([needs_blackwell] if kernel.startswith("blackwell") else []),
+            *([needs_sm_100] if kernel.startswith("blackwell") else []),
         ],
     )
     for kernel, faults in FAULTS_BY_KERNEL.items()
