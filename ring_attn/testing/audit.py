@@ -174,30 +174,8 @@ def judge(
         on_stage("one process", 0, num_stages)
     noises: list[Mapping[int, Change]] = [{0: {("noise",): seed}} for seed in range(NUM_NOISY)]
     twin, again, *noisy = (outcome for (outcome,) in runs([{}, {}, *noises], 1))
-    bounds: dict[str, float] = {}
-    differing = []
-    for key, right in twin.results.items():
-        ulp = torch.finfo(right.dtype).eps * float(right.double().norm())
-        if distance(stacked(key, twin, [again]), right) > ulp:
-            differing.append(key)
-        errors = [distance(stacked(key, twin, [run]), right) for run in noisy]
-        # A noisy run and the twin differ by one set of roundings, the ranks and the twin by two.
-        bounds[key] = rounding_bound([math.sqrt(2) * error for error in errors], ulp)
-    for name, right in twin.after_backward.items():
-        errors = [
-            distance(run.after_backward[name].double()[None], right)
-            for run in noisy
-            if name in run.after_backward
-        ]
-        if errors:
-            ulp = torch.finfo(right.dtype).eps * float(right.double().norm())
-            scaled = [math.sqrt(2) * error for error in errors]
-            bounds[f"{AFTER_BACKWARD} {name}"] = rounding_bound(scaled, ulp)
-    if differing:
-        raise RuntimeError(
-            f"two runs of the twin differ in {len(differing)} results: weights, batches or dropout "
-            "are drawn without a seed, or depend on the time; set a seed in the step"
-        )
+    _check_repeatable(twin, again)
+    bounds = _bounds(twin, noisy)
     diagnoses = []
     have_even_rows = True
     for number, size in enumerate(sizes, 1):
@@ -209,6 +187,61 @@ def judge(
     report = Report(tuple(diagnoses))
     if not report.ok or not have_even_rows:
         return report
+    return _with_uneven_rows(report, bounds, twin, sizes, runs, may_add=may_add)
+
+
+def _ulp(result: torch.Tensor) -> float:
+    """Return one rounding of every element of a result, as a distance."""
+    return torch.finfo(result.dtype).eps * float(result.double().norm())
+
+
+def _check_repeatable(twin: Outcome, again: Outcome) -> None:
+    """Check that two runs of the twin have the same results.
+
+    Raises:
+        RuntimeError: They differ by more than a rounding.
+    """
+    differing = [
+        key
+        for key, right in twin.results.items()
+        if distance(stacked(key, twin, [again]), right) > _ulp(right)
+    ]
+    if differing:
+        raise RuntimeError(
+            f"two runs of the twin differ in {len(differing)} results: weights, batches or dropout "
+            "are drawn without a seed, or depend on the time; set a seed in the step"
+        )
+
+
+def _bounds(twin: Outcome, noisy: Sequence[Outcome]) -> dict[str, float]:
+    """Return the bound of each result, from runs of the twin with random roundings."""
+    bounds = {}
+    # A noisy run and the twin differ by one set of roundings, the ranks and the twin by two.
+    of_two = math.sqrt(2)
+    for key, right in twin.results.items():
+        errors = [of_two * distance(stacked(key, twin, [run]), right) for run in noisy]
+        bounds[key] = rounding_bound(errors, _ulp(right))
+    for name, right in twin.after_backward.items():
+        errors = [
+            of_two * distance(run.after_backward[name].double()[None], right)
+            for run in noisy
+            if name in run.after_backward
+        ]
+        if errors:
+            bounds[f"{AFTER_BACKWARD} {name}"] = rounding_bound(errors, _ulp(right))
+    return bounds
+
+
+def _with_uneven_rows(
+    report: Report,
+    bounds: Mapping[str, float],
+    twin: Outcome,
+    sizes: Sequence[int],
+    runs: Runs,
+    *,
+    may_add: bool,
+) -> Report:
+    """Return a report with ranks that have different numbers of rows, or why it has none."""
     length = twin.fed()[0].tokens.size(-1)
     uneven = next((n for n in range(2, MOST_RANKS + 1) if n not in sizes and length % n), None)
     untested = (
