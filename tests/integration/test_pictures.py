@@ -77,6 +77,26 @@ def test_every_picture_is_on_a_page_in_both_themes() -> None:
     assert shown == {*NAMES}
 
 
+def measures(text: str) -> set[str]:
+    """The numbers with a unit of time or memory in a text."""
+    return set(re.findall(r"[\d.]+ (?:ms|s|MB|GB)\b", text))
+
+
+@pytest.mark.parametrize("name", ["strategies", "plan", "bench"])
+def test_the_text_of_a_picture_names_figures_that_it_shows(name: str) -> None:
+    (alt,) = {
+        alt
+        for text in PAGES.values()
+        for alt, _, picture, *_ in PICTURE.findall(text)
+        if picture == name
+    }
+    words = " ".join(text.get_text() for text, _ in texts(drawn(name)))
+    said, shown = measures(alt), measures(words)
+    assert said and said <= shown, said - shown
+    of_rank = re.search(r"timeline of rank (\d+) with ([\w ]+)", alt)
+    assert of_rank is None or f"{of_rank[2]}: timeline of rank {of_rank[1]}" in words
+
+
 def test_the_readme_shows_the_ring_in_both_themes() -> None:
     for theme in THEMES:
         assert f'"docs/_static/ring-{theme}.svg"' in README
