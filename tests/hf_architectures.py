@@ -225,6 +225,14 @@ SMALL_MIMI = {
     "codec_config.intermediate_size": 96,
     "codec_config.vector_quantization_hidden_dimension": 32,
 }
+SMALL_RT_DETR = {
+    "backbone_config.embedding_size": 16,
+    "backbone_config.hidden_sizes": [16, 32, 64, 128],
+    "backbone_config.depths": [1, 1, 1, 1],
+    "backbone_config.out_features": ["stage2", "stage3", "stage4"],
+    "encoder_in_channels": [32, 64, 128],
+    "num_queries": 10,
+}
 SMALL_SAM = {
     "vision_config.image_size": 64,
     "vision_config.patch_size": 16,
@@ -330,22 +338,8 @@ SPECIAL_OF_CLASS: dict[str, dict[str, Any]] = {
         "no_token_index": 4,
         "mm_tokens_per_image": 25,
     },
-    "RTDetrForObjectDetection": {
-        "backbone_config.embedding_size": 16,
-        "backbone_config.hidden_sizes": [16, 32, 64, 128],
-        "backbone_config.depths": [1, 1, 1, 1],
-        "backbone_config.out_features": ["stage2", "stage3", "stage4"],
-        "encoder_in_channels": [32, 64, 128],
-        "num_queries": 10,
-    },
-    "RTDetrV2ForObjectDetection": {
-        "backbone_config.embedding_size": 16,
-        "backbone_config.hidden_sizes": [16, 32, 64, 128],
-        "backbone_config.depths": [1, 1, 1, 1],
-        "backbone_config.out_features": ["stage2", "stage3", "stage4"],
-        "encoder_in_channels": [32, 64, 128],
-        "num_queries": 10,
-    },
+    "RTDetrForObjectDetection": SMALL_RT_DETR,
+    "RTDetrV2ForObjectDetection": SMALL_RT_DETR,
     "PerceiverForImageClassificationFourier": SMALL_PERCEIVER | {"num_cross_attention_heads": 1},
     "PerceiverForImageClassificationConvProcessing": SMALL_PERCEIVER
     | {"num_cross_attention_heads": 1},
