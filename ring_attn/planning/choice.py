@@ -251,9 +251,9 @@ class Choice:
             return f"{best.full_name}: {_comparison(best, compared[0])}"
         slower = [c.at_least for c in others if not c.refused]
         if not slower:
-            return f"{best.full_name}: the only one"
+            return f"{best.full_name}: the only candidate"
         gain = min(slower) / best.seconds - 1.0
-        return f"{best.full_name}: every other takes at least {100 * gain:.0f} % longer"
+        return f"{best.full_name}: every other candidate takes at least {100 * gain:.0f} % longer"
 
     @property
     def traffic(self) -> list[str]:

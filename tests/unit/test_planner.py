@@ -85,7 +85,7 @@ OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {**CONTIGUOUS, "strategies": ["ring", "q_exchange"], "effort": "best"},
         "q_exchange + all_gather",
         "contiguous",
-        "every other takes at least 62 % longer",
+        "every other candidate takes at least 62 % longer",
     ),
     **{
         f"a slow link between nodes, {name}": (
@@ -120,7 +120,7 @@ OBVIOUS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "zigzag",
         "faster than ring, which waits .* longer for bytes",
     ),
-    "one rank": ({**CONTIGUOUS, "world_size": 1}, "ring", "contiguous", "the only one"),
+    "one rank": ({**CONTIGUOUS, "world_size": 1}, "ring", "contiguous", "the only candidate"),
 }
 
 
@@ -190,7 +190,7 @@ def test_too_little_memory_leaves_the_ring() -> None:
     assert [c.full_name for c in choice.candidates if c.prediction] == ["ring"]
     gathered = found(choice, "all_gather")
     assert re.search(r"needs .*B .* of inputs and .*B of NCCL's, a rank has", str(gathered.reason))
-    assert choice.reason == "ring: the only one"
+    assert choice.reason == "ring: the only candidate"
     with pytest.raises(ValueError, match="no strategy can run .* needs"):
         plan(**args, memory_bytes=1.0)
 
