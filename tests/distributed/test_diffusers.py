@@ -333,11 +333,14 @@ def test_what_is_not_built_is_refused() -> None:
     with refused(ValueError, "must have a module 'times'"):
         parallelize(model, group, plan=Plan(("blocks",), "cross", conditions=(("times", (0,)),)))
     for plan, message in (
-        (Plan(("blocks",), "cross", output=None, times="timestep"), "times|without an output"),
-        (Plan(("blocks",), "cross", output=None, copies=("norm_out",)), "copies|without an output"),
+        (Plan(("blocks",), "cross", output=None, times="timestep"), "times|requires an output"),
+        (
+            Plan(("blocks",), "cross", output=None, copies=("norm_out",)),
+            "copies|requires an output",
+        ),
         (
             Plan(("blocks",), "cross", output=None, conditions=(("condition_embedder", (0,)),)),
-            "conditions|without an output",
+            "conditions|requires an output",
         ),
         (Plan(("blocks",), "cross", times="moments"), "times|has no moments"),
         (Plan(("blocks",), "cross", hidden="video"), "hidden|has no video"),

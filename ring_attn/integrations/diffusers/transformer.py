@@ -468,8 +468,8 @@ def _check_plan(transformer: nn.Module, blocks: Sequence[nn.Module], plan: Plan)
             value = getattr(plan, field)
             if value:
                 raise ValueError(
-                    f"{field} of a plan must be left out without an output, got {value!r}: its "
-                    "modules work on the rows of all ranks then"
+                    f"{field} of a plan requires an output, got {value!r} and output=None: name "
+                    f"the module whose output is gathered, or leave {field} out"
                 )
     of_blocks = {argument for block in blocks for argument in _arguments(block)}
     arguments = (
