@@ -403,7 +403,7 @@ def _comparison(best: Candidate, other: Candidate) -> str:
         slower = 100 * (best.seconds / other.seconds - 1.0)
         return (
             f"{slower:.1f} % slower than {other.full_name}{where}. Up to {100 * TIE:g} % counts as "
-            f"equal, and {best.full_name} comes first in the planner's fixed order"
+            f"equal, and {best.full_name} comes before it in the planner's fixed order"
         )
     if other.seconds <= 1.005 * best.seconds:
         # Differences below 0.5 % mean nothing.
