@@ -129,7 +129,7 @@ def test_debug_tells_an_error_of_one_rank_to_the_others() -> None:
     """Rank 1 raises when "auto" checks the whole call; rank 0 gets rank 1's error."""
     q = torch.randn(1, 8 - dist.get_rank(), 4, 8)
     documents = torch.tensor([0, 16], dtype=torch.int32)
-    error, reported = ((RuntimeError, "rank 1 has refused it: ValueError|7"), (ValueError, "7"))[
+    error, reported = ((RuntimeError, "rank 1 refused the call: ValueError|7"), (ValueError, "7"))[
         dist.get_rank()
     ]
     with mock.patch.dict(os.environ, RING_ATTN_DEBUG="1"), refused(error, reported):

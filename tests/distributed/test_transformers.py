@@ -414,7 +414,7 @@ def test_a_rank_alone_with_a_part_of_the_padding_is_named() -> None:
     whole = "of the whole sequence, (2, 83), got (2, 41): pass the whole tensors on every rank, as "
     error, reported = (
         RuntimeError,
-        "rank 1 has refused it: ValueError: attention_mask and token_type",
+        "rank 1 refused the call: ValueError: attention_mask and token_type",
     )
     if rank == 1:
         error, reported = ValueError, f"{whole}ring_attn.shard_batch does with attention_mask"

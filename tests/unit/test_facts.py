@@ -277,7 +277,6 @@ def test_the_first_position_or_slice_that_differs() -> None:
     [
         (("forward 4", "backward 3"), "global rank 0 skipped a backward", "0 \\* out.sum"),
         (("backward 2", "backward 3"), "ranks run their backwards in different", "same order"),
-        (("refused it: ValueError: x", "forward 3"), "global rank 0 refused", "Correct"),
         (("prepare 1", "forward 1"), "ranks are in different calls", "same calls in the same"),
     ],
 )
@@ -285,6 +284,17 @@ def test_ranks_in_different_calls(calls: tuple[str, str], head: str, remedy: str
     reports = {rank: {"call": (call, call)} for rank, call in enumerate(calls)}
     found = Disagreement.of(reports)
     assert found is not None and re.match(f"{head}.*; call: .*{remedy}", found.text()), found
+
+
+def test_the_error_of_a_rank_that_refused_the_call_comes_first() -> None:
+    calls = ["forward 3", "refused it: ValueError: x", "forward 3", "backward 2"]
+    found = Disagreement.of({rank: {"call": (call, call)} for rank, call in enumerate(calls)})
+    assert found is not None
+    assert found.text() == (
+        "global rank 1 refused the call: ValueError: x; global ranks [0, 2] are in forward 3, "
+        "global rank 3 is in backward 2. Correct these arguments; if a rank skips a call, all "
+        "ranks must skip it"
+    )
 
 
 def test_remedies_follow_from_what_differs() -> None:

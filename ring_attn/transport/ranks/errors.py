@@ -93,9 +93,10 @@ class Disagreement(NamedTuple):
         if not facts:
             return None
         if "call" in facts:
-            head, remedy = _other_call(
-                {rank: report.get("call", ("none", ""))[0] for rank, report in reports.items()}
-            )
+            calls = {rank: report.get("call", ("none", ""))[0] for rank, report in reports.items()}
+            if any(call.startswith(REFUSED) for call in calls.values()):
+                return _refused_call(calls)
+            head, remedy = _other_call(calls)
             return Disagreement(head, facts, remedy)
         return Disagreement("ranks disagree on the call", facts, _remedy(tuple(facts)))
 
@@ -133,14 +134,26 @@ def _remedy(names: tuple[str, ...]) -> str:
     return f"Pass the same {' and '.join(others)} on every rank"
 
 
+def _refused_call(calls: Mapping[int, str]) -> Disagreement:
+    """Return why ranks have refused a call, and the calls of the others, given by global rank."""
+    errors: dict[str, list[int]] = {}
+    others: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        if call.startswith(REFUSED):
+            errors.setdefault(call.removeprefix(f"{REFUSED} it: "), []).append(rank)
+        else:
+            others.setdefault(call, []).append(rank)
+    head = "; ".join(f"{_named(ranks)} refused the call: {why}" for why, ranks in errors.items())
+    made = [
+        f"{_named(ranks)} {'is' if len(ranks) == 1 else 'are'} in {call}"
+        for call, ranks in others.items()
+    ]
+    remedy = "Correct these arguments; if a rank skips a call, all ranks must skip it"
+    return Disagreement(head, {"call": ", ".join(made)}, remedy)
+
+
 def _other_call(calls: Mapping[int, str]) -> tuple[str, str]:
     """Return the cause and the remedy for ranks in different calls, given by global rank."""
-    refused = [rank for rank, call in calls.items() if call.startswith(REFUSED)]
-    if refused:
-        return (
-            f"{_named(refused)} refused the call",
-            "Correct the arguments there; if a rank skips a call, all ranks must skip it",
-        )
     backward = [rank for rank, call in calls.items() if call.startswith("backward")]
     if len(backward) == len(calls):
         return (
