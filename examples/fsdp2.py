@@ -18,7 +18,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ring_attn
@@ -27,9 +27,9 @@ from ring_attn import SequenceLayout
 from train import is_as_one_process, make_ring, parts_of_loss
 
 
-def shard_model(model: Transformer) -> None:
+def shard_model(model: Transformer, all_ranks: DeviceMesh) -> None:
     for module in (*model.layers.values(), model):
-        sharded = fully_shard(module)
+        sharded = fully_shard(module, mesh=all_ranks)
         sharded.set_gradient_divide_factor(1.0)  # a sum, not a mean
         # Otherwise FSDP passes the factor to an operator that only NCCL has.
         sharded.set_force_sum_reduction_for_comms(True)
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace, device: torch.device) -> bool:
     mesh = init_device_mesh(device.type, (dp, args.cp), mesh_dim_names=("dp", "cp"))
     layout = SequenceLayout.zigzag(args.seqlen, args.cp)
     model = make_ring(layout, group=mesh["cp"]).to(device)
-    shard_model(model)
+    shard_model(model, init_device_mesh(device.type, (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
 
     means = []
